@@ -1,0 +1,209 @@
+"""EngineConfig and its parts: frozen, checked, built from vLLM's flat names by one function."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from batchgen.errors import ConfigError, UnknownNameError
+
+
+def _check(is_right: bool, name: str, value: Any, rule: str) -> None:
+    if not is_right:
+        raise ConfigError(f"engine setting {name!r} must be {rule}; got {value!r}")
+
+
+def _positive_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+
+
+def _only(name: str, value: Any, built: Any, what: str) -> None:
+    if value != built:
+        raise ConfigError(f"engine setting {name}={value!r}: {what} is not built yet; only {built!r} is accepted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Which model, and how its numbers are kept. None and "auto" mean: decide for me (see `resolve`)."""
+
+    model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    tokenizer_revision: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    max_model_len: int | None = None
+    chat_template: str | None = None
+    generation_config: str = "auto"
+    trust_remote_code: bool = False
+    seed: int = 0
+    device: str = "auto"
+    kernel_backend: str | None = None
+    reproducible: bool | None = None
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(bool(self.model), "model", self.model, "a folder, a .gguf file, a hub id or package:NAME/FILE")
+        _check(self.dtype in ("auto", "float32", "float16", "bfloat16"), "dtype", self.dtype,
+               "auto, float32, float16 or bfloat16")
+        _only("quantization", self.quantization, None, "quantization")
+        _check(_positive_or_none(self.max_model_len), "max_model_len", self.max_model_len, "1 or more")
+        _check(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
+        _check(self.kernel_backend in (None, "reference", "cpu", "gpu"), "kernel_backend", self.kernel_backend,
+               "reference, cpu or gpu")
+        _check(self.generation_config in ("auto", "none"), "generation_config", self.generation_config,
+               "auto (the model's own defaults) or none")
+        _only("trust_remote_code", self.trust_remote_code, False, "running a model's own code")
+        _check(_positive_or_none(self.num_threads), "num_threads", self.num_threads, "1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The pool of KV blocks."""
+
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    swap_space: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", self.block_size, "a multiple of 16")
+        _check(_positive_or_none(self.num_gpu_blocks_override), "num_gpu_blocks_override",
+               self.num_gpu_blocks_override, "1 or more")
+        _check(_positive_or_none(self.kv_cache_memory_bytes), "kv_cache_memory_bytes", self.kv_cache_memory_bytes,
+               "1 or more")
+        _check(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization,
+               "above 0 and at most 1")
+        _only("kv_cache_dtype", self.kv_cache_dtype, "auto", "a KV cache in another type")
+        _only("swap_space", self.swap_space, 0.0, "swapping to host memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How requests share the steps."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    scheduling_policy: str = "fcfs"
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    preemption_mode: str | None = None
+
+    def __post_init__(self) -> None:
+        _check(_positive_or_none(self.max_num_seqs), "max_num_seqs", self.max_num_seqs, "1 or more")
+        _check(_positive_or_none(self.max_num_batched_tokens), "max_num_batched_tokens", self.max_num_batched_tokens,
+               "1 or more")
+        _check(self.scheduling_policy in ("fcfs", "priority"), "scheduling_policy", self.scheduling_policy,
+               "fcfs or priority")
+        _only("scheduling_policy", self.scheduling_policy, "fcfs", "priority scheduling")
+        _only("enable_chunked_prefill", self.enable_chunked_prefill, True, "scheduling a prompt whole")
+        _only("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, "a limit for one prompt's chunk")
+        _check(self.preemption_mode in (None, "recompute", "swap"), "preemption_mode", self.preemption_mode,
+               "recompute or swap")
+        if self.preemption_mode == "swap":
+            _only("preemption_mode", self.preemption_mode, "recompute", "swapping to host memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How many devices share one model."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            _only(name, getattr(self, name), 1, "more than one device")
+        _only("enable_expert_parallel", self.enable_expert_parallel, False, "expert parallelism")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """Adapter slots."""
+
+    enable_lora: bool = False
+
+    def __post_init__(self) -> None:
+        _only("enable_lora", self.enable_lora, False, "LoRA")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Drafting tokens ahead."""
+
+    speculative: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _only("speculative", self.speculative, None, "speculative decoding")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One setting that was left to us: its value, and why."""
+
+    name: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that fixes an engine. Passed whole to engine, executor, runner and model; never changed."""
+
+    model: ModelSettings
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+
+    @classmethod
+    def from_engine_args(cls, path: str = "engine", **engine_args: Any) -> "EngineConfig":
+        """Build from vLLM's flat names, as `LLM(...)` and a job's `engine:` section give them.
+
+        Raises:
+            UnknownNameError: a name that no part has; carries the nearest one.
+            ConfigError: a value out of range or not built.
+        """
+        homes = engine_arg_homes()
+        parts: dict[str, dict[str, Any]] = {name: {} for name in set(homes.values())}
+        for name, value in engine_args.items():
+            if name not in homes:
+                raise UnknownNameError("setting", name, homes, path)
+            parts[homes[name]][name] = value
+        return cls(**{part: _PARTS[part](**values) for part, values in parts.items()})
+
+    def with_values(self, **engine_args: Any) -> "EngineConfig":
+        """A copy with some flat names changed."""
+        homes = engine_arg_homes()
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in engine_args.items():
+            parts.setdefault(homes[name], {})[name] = value
+        return replace(self, **{part: replace(getattr(self, part), **values) for part, values in parts.items()})
+
+    def to_engine_args(self) -> dict[str, Any]:
+        """The flat names and values, as plain JSON types."""
+        return {name: value for part in fields(self) for name, value in dataclasses.asdict(getattr(self, part.name)).items()}
+
+
+_PARTS = {
+    "model": ModelSettings,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "lora": LoRAConfig,
+    "speculative": SpeculativeConfig,
+}
+
+
+def engine_arg_homes() -> dict[str, str]:
+    """Flat name -> the part of EngineConfig that holds it."""
+    return {spec.name: part for part, cls in _PARTS.items() for spec in fields(cls)}

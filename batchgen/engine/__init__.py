@@ -1,0 +1,1 @@
+"""The engine: scheduler, KV blocks, sampling, and the process it lives in."""

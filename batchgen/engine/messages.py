@@ -1,0 +1,136 @@
+"""The messages between a caller and the engine core: picklable, small, token ids as int32 bytes.
+
+No torch here: a caller need not have it.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchgen.outputs import RowFailure
+from batchgen.sampling_params import SamplingParams
+
+
+def pack_ids(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32 bytes, the form in which they travel."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """The token ids of `pack_ids`."""
+    ids = array("i")
+    ids.frombytes(packed)
+    return ids.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A stretch of positions whose embeddings come from elsewhere (an image, a soft prompt)."""
+
+    offset: int
+    length: int
+    content_hash: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What one row asks of the engine.
+
+    Args:
+        request_id: unique among requests in flight.
+        prompt_token_ids: `pack_ids` of the prompt.
+        params: how to draw; `params.seed` is ignored here in favour of `seed`.
+        seed: 64-bit key of the request's random stream; sample and position are mixed in by the sampler.
+        prompt: the text, only to be handed back in the RequestOutput.
+        streams: whether tokens are wanted as they come (a stop string, a live reader); else only at the end.
+        features, adapter, cache_salt, priority: see DESIGN; part of the prefix-cache root or the queue order.
+    """
+
+    request_id: str
+    prompt_token_ids: bytes
+    params: SamplingParams
+    seed: int = 0
+    prompt: str | None = None
+    streams: bool = True
+    features: tuple[Feature, ...] = ()
+    adapter: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """New tokens of one sample of a request, from the core.
+
+    `finish_reason` and `stop_reason` are set on a sample's last message. When the core refuses or fails a request,
+    `error` says why: finish_reason "error", tokens as far as they came.
+    """
+
+    request_id: str
+    index: int
+    token_ids: bytes
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    error: RowFailure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What may change while the engine runs; None leaves a value as it is."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot of the engine for everything that shows numbers. Counters count from the start."""
+
+    time_s: float = 0.0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_swapped: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    num_requests_finished: int = 0
+    step_time_s: float = 0.0
+    is_paused: bool = False
+    max_num_seqs: int = 0
+    choices: Mapping[str, int] = field(default_factory=dict)
+    block_map: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What a started engine is; sent once, when it is ready.
+
+    `resolved` holds every engine argument after "auto" was decided, as plain JSON types; `decisions` the reasons.
+    `environment` names what a row's bytes may depend on (backend, instruction set, threads, library versions).
+    """
+
+    model: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+    reproducible: bool
+    resolved: Mapping[str, Any]
+    decisions: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    load_s: float = 0.0
+    pid: int = 0
+
+
+# Block states in `EngineStats.block_map`, one byte a block.
+BLOCK_FREE, BLOCK_CACHED, BLOCK_USED, BLOCK_SHARED = 0, 1, 2, 3

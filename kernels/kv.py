@@ -1,0 +1,75 @@
+"""KVCacheSpec, LayerKV and AttentionMeta: what the KV cache of a layer is, and how a batch reads it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """The KV cache of one layer. Layers of equal spec form a group with its own block tables.
+
+    `kind` is "full"; sliding windows (`window` set), latent and state caches come later under other kinds.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    kind: str = "full"
+    window: int | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer, keys and values."""
+        return 2 * self.num_kv_heads * self.head_dim * self.block_size * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(slots=True)
+class LayerKV:
+    """The blocks of one layer. Opaque: only the backend that made it knows the layout inside a block.
+
+    `data` is contiguous with the block as its outermost dimension, so copying, swapping and poisoning a block need
+    no layout: `data[i]` is block i, whole.
+    """
+
+    spec: KVCacheSpec
+    data: Tensor
+    backend: str
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.data.shape[0]
+
+
+@dataclass(slots=True)
+class AttentionMeta:
+    """How one batch, prefill chunks and decodes mixed, reads and writes the cache of one group of layers.
+
+    Shapes (S sequences, T tokens of this step, M blocks a sequence):
+        query_start_loc  [S + 1] int32  tokens of sequence s are query_start_loc[s] : query_start_loc[s + 1]
+        seq_lens         [S] int32      tokens of sequence s in the cache once this step is written; the last
+                                        of them are this step's
+        block_tables     [S, M] int32   row s lists the blocks of sequence s, then -1
+        slot_mapping     [T] int32      block * block_size + offset where each token is written; -1: nowhere
+    Plain values:
+        max_query_len, max_seq_len      the largest of each, for choosing a kernel
+        num_common_blocks               leading blocks that all sequences share; a hint that may be 0
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    max_query_len: int
+    max_seq_len: int
+    num_common_blocks: int = 0
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a KVCacheSpec's or a setting's name."""
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
