@@ -1,0 +1,1 @@
+"""Widgets: boards that show a running job in a notebook."""
