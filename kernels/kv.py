@@ -5,7 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPES = {
+    "float64": torch.float64,  # only the reference backend: the truth that tests compare with
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class KVCacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one layer, keys and values."""
+        """Bytes of one block of one layer, keys and values, without a backend's padding."""
         return 2 * self.num_kv_heads * self.head_dim * self.block_size * DTYPE_BYTES[self.dtype]
 
 
@@ -32,8 +38,8 @@ class KVCacheSpec:
 class LayerKV:
     """The blocks of one layer. Opaque: only the backend that made it knows the layout inside a block.
 
-    `data` is contiguous with the block as its outermost dimension, so copying, swapping and poisoning a block need
-    no layout: `data[i]` is block i, whole.
+    `data` is contiguous with the block as its outermost dimension, so copying, swapping and poisoning a block
+    need no layout: `data[i]` is block i, whole.
     """
 
     spec: KVCacheSpec
@@ -72,4 +78,4 @@ class AttentionMeta:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a KVCacheSpec's or a setting's name."""
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
+    return DTYPES[name]

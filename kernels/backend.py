@@ -1,0 +1,192 @@
+"""Kernel backends: what one is, which there are, and which serves an operation, with the reason."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from batchgen.errors import KernelError
+from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.registry import Registry
+
+log = logging.getLogger("batchgen.kernels")
+
+# The order is the order of the printed choices. `store_kv` follows `attention`: both must know one layout.
+OPERATIONS = ("linear", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "attention", "store_kv")
+
+# Which backends "auto" tries on a device, best first.
+PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("reference",), "cuda": ("reference",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend of one operation, and why it is that one."""
+
+    backend: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpShape:
+    """What is known at start of the shapes that an operation will see.
+
+    Args:
+        head_dim: D, size of one attention head.
+        block_size: B, tokens in a KV block.
+        reproducible: a row's result must not depend on the rows computed with it, nor on chunking.
+    """
+
+    head_dim: int
+    block_size: int = 16
+    reproducible: bool = False
+
+
+class PackedLinear(ABC):
+    """A weight [N, K] and bias [N] in the layout of the backend that made it; opaque outside of it."""
+
+    in_features: int
+    out_features: int
+
+    @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight: ids [T] int64 -> [T, K], so that a tied embedding needs no second copy."""
+
+
+class KernelBackend(ABC):
+    """One set of kernels for one kind of device. `batchgen.kernels.ops.Kernels` documents every operation.
+
+    An operation is a method of its name here; a backend implements those in `operations`, takes what
+    `Kernels` has already checked, and returns what `Kernels` documents.
+    """
+
+    name: ClassVar[str]
+    # Operations that the backend has at all.
+    operations: ClassVar[frozenset[str]]
+    # Of these, the ones whose result for a row has the same bits whatever is computed with it.
+    invariant: ClassVar[frozenset[str]] = frozenset()
+
+    def unavailable(self, device: str) -> str | None:
+        """Why nothing of this backend can run on the device, or None if it can."""
+        return None
+
+    def unsupported(self, op: str, dtype: str, shape: OpShape) -> str | None:
+        """Why this operation cannot run for this dtype and shape, or None if it can."""
+        return None
+
+    def kv_block_bytes(self, spec: KVCacheSpec) -> int:
+        """Bytes of one block as `allocate_kv` lays it out."""
+        return spec.block_bytes
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """See `Kernels.pack_linear`."""
+        raise NotImplementedError
+
+    def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
+        """See `Kernels.linear`."""
+        raise NotImplementedError
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        raise NotImplementedError
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`."""
+        raise NotImplementedError
+
+    def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, is_neox: bool) -> None:
+        """See `Kernels.rotary`."""
+        raise NotImplementedError
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None) -> Tensor:
+        """See `Kernels.silu_mul`."""
+        raise NotImplementedError
+
+    def allocate_kv(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> LayerKV:
+        """See `Kernels.allocate_kv`."""
+        raise NotImplementedError
+
+    def store_kv(self, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
+        """See `Kernels.store_kv`."""
+        raise NotImplementedError
+
+    def read_kv(self, kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.read_kv`."""
+        raise NotImplementedError
+
+    def attention(
+        self,
+        query: Tensor,
+        kv: LayerKV,
+        meta: AttentionMeta,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        """See `Kernels.attention`."""
+        raise NotImplementedError
+
+
+BACKENDS: Registry[KernelBackend] = Registry("kernel backend", "batchgen.kernels")
+
+
+def refusal(backend: KernelBackend, op: str, device: str, dtype: str, shape: OpShape) -> str | None:
+    """Why the backend cannot serve the operation, or None if it can."""
+    if op not in backend.operations:
+        return f"{backend.name} has no {op}"
+    reason = backend.unavailable(device) or backend.unsupported(op, dtype, shape)
+    if reason:
+        return reason
+    if shape.reproducible and op not in backend.invariant:
+        return f"{op} of {backend.name} depends on the batch around a row"
+    return None
+
+
+def select(op: str, device: str, dtype: str, shape: OpShape, *, backend: str | None = None) -> Choice:
+    """Choose the backend of one operation.
+
+    Args:
+        op: one of OPERATIONS.
+        device: "cpu" or "cuda".
+        dtype: name of the activations' dtype, "float32" and so on.
+        shape: what is known of the shapes.
+        backend: force this one. Operations that it does not have at all go to the reference, with the reason.
+
+    Raises:
+        UnknownNameError: no backend of that name.
+        KernelError: the forced backend cannot serve the operation, or none can.
+    """
+    if backend is not None:
+        forced = BACKENDS.get(backend, "engine.kernel_backend")
+        why_not = forced.unavailable(device)
+        if why_not is None and op in forced.operations:
+            why_not = refusal(forced, op, device, dtype, shape)
+            if why_not is None:
+                return Choice(forced.name, "forced")
+        if why_not is not None:
+            case = f"{op} for {dtype} on {device}"
+            raise KernelError(f"kernel_backend={backend!r} cannot serve {case}: {why_not}")
+        candidates: tuple[str, ...] = ("reference",)
+        passed_over = [f"{forced.name} has no {op}"]
+    else:
+        candidates = PREFERENCE.get(device, ("reference",))
+        passed_over = []
+    for name in candidates:
+        why_not = refusal(BACKENDS.get(name), op, device, dtype, shape)
+        if why_not is None:
+            return Choice(name, "; ".join(passed_over) or f"best for {dtype} on {device}")
+        passed_over.append(why_not)
+    hint = "; set reproducible: false, or " if shape.reproducible else "; "
+    raise KernelError(
+        f"no kernel backend can serve {op} for {dtype} on {device}: {'; '.join(passed_over)}{hint}"
+        "choose another dtype or kernel_backend"
+    )

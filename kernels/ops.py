@@ -1,0 +1,225 @@
+"""The only door to the kernels: `choose` picks a backend per operation, `Kernels` is what a model holds.
+
+Letters of shapes: T tokens in the batch, S sequences, H query heads, G key/value heads, D head size, E hidden
+size, I intermediate size, K and N input and output size of a linear layer, B tokens in a block, P positions.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from batchgen.errors import KernelError, ShapeError
+from batchgen.kernels import checks
+from batchgen.kernels.backend import (
+    BACKENDS,
+    OPERATIONS,
+    Choice,
+    KernelBackend,
+    OpShape,
+    PackedLinear,
+    select,
+)
+from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+
+__all__ = ["Choice", "Kernels", "PackedLinear", "choose"]
+
+
+def choose(
+    device: str,
+    dtype: str,
+    *,
+    backend: str | None = None,
+    reproducible: bool = False,
+    head_dim: int,
+    block_size: int = 16,
+) -> "Kernels":
+    """Choose the backend of every operation, once, at start.
+
+    Args:
+        device: "cpu" or "cuda".
+        dtype: name of the activations' dtype: "float32", "float16", "bfloat16".
+        backend: force "reference", "cpu" or "gpu"; None takes the best that can serve.
+        reproducible: take only kernels whose result for a row does not depend on what is computed with it.
+        head_dim: D of the model.
+        block_size: B of the KV cache.
+
+    Raises:
+        UnknownNameError: no backend of that name.
+        KernelError: the forced backend cannot serve, or none can; says why.
+    """
+    shape = OpShape(head_dim=head_dim, block_size=block_size, reproducible=reproducible)
+    choices = {op: select(op, device, dtype, shape, backend=backend) for op in OPERATIONS}
+    if choices["store_kv"].backend != choices["attention"].backend:
+        owner = choices["attention"].backend
+        choices["store_kv"] = Choice(owner, "attention reads its layout")
+    return Kernels(choices)
+
+
+class Kernels:
+    """Every numeric operation of a model, each bound to its backend.
+
+    Args:
+        choices: operation -> the backend that serves it.
+
+    All operations compute sums in float32 (float64 for float64 input) and return the dtype of their first
+    argument. An `out` that is given must be contiguous and receives the result; it never overlaps an input.
+    Any operation raises ShapeError if shapes, strides or dtypes disagree, and DeviceError if tensors are on
+    different devices.
+    """
+
+    def __init__(self, choices: Mapping[str, Choice]):
+        self.choices = dict(choices)
+        backends: dict[str, KernelBackend] = {
+            op: BACKENDS.get(choice.backend) for op, choice in choices.items()
+        }
+        if backends["attention"] is not backends["store_kv"]:
+            raise KernelError(f"attention and store_kv need one backend; got {self.choices}")
+        self._kv = backends["attention"]
+        self._linear, self._pack_linear = backends["linear"].linear, backends["linear"].pack_linear
+        self._rms_norm, self._add_rms_norm = (
+            backends["rms_norm"].rms_norm,
+            backends["add_rms_norm"].add_rms_norm,
+        )
+        self._rotary, self._silu_mul = backends["rotary"].rotary, backends["silu_mul"].silu_mul
+        self._attention, self._store_kv = self._kv.attention, self._kv.store_kv
+        self._is_reproducible = all(op in backend.invariant for op, backend in backends.items())
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether every operation gives a row the same bits in any batch, order and chunking."""
+        return self._is_reproducible
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Lay a linear layer's weight out as its backend wants it.
+
+        Shapes: weight [N, K]; bias [N] or None.
+        In place: the weight may be kept without a copy, so the caller must neither change nor keep it.
+        """
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise ShapeError(
+                f"pack_linear: weight must be [N, K] and bias [N]; got {list(weight.shape)} and "
+                f"{None if bias is None else list(bias.shape)}"
+            )
+        return self._pack_linear(weight, bias)
+
+    def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
+        """Multiply by a packed weight: x [T, K] -> x · weightᵀ + bias, [T, N].
+
+        Rows of x are dense; the stride between them is free. T may be 0.
+        """
+        checks.check_linear(x, packed, out)
+        return self._linear(x, packed, out)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        """Divide each row by its root mean square and multiply by the weight.
+
+        Shapes: x [T, E], or [T, H, E] to norm each head by itself, dense but for the stride between tokens;
+            weight [E].
+
+        Returns: like x, contiguous: x / sqrt(mean(x², last) + eps) * weight.
+        Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+        """
+        checks.check_rows("rms_norm", x, weight, out)
+        return self._rms_norm(x, weight, eps, out)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream and norm the sum.
+
+        Shapes: x, residual [T, E]; weight [E].
+        In place: residual becomes x + residual, and is the second result.
+
+        Returns: (rms_norm(x + residual) [T, E], residual).
+        """
+        checks.check_residual(x, residual)
+        checks.check_rows("add_rms_norm", x, weight, out)
+        return self._add_rms_norm(x, residual, weight, eps, out)
+
+    def rotary(
+        self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, is_neox: bool = True
+    ) -> None:
+        """Rotate queries and keys by their positions.
+
+        Shapes: query [T, H, D] and key [T, G, D], each dense within a token; positions [T] int64; cos_sin
+            [P, rot_dim] float32 (or float64), rot_dim even and at most D: the first half of a row holds the
+            cosines of rot_dim / 2 angles, the second half their sines. Dimensions past rot_dim stay as they
+            are.
+        is_neox: pair dimension i with i + rot_dim / 2; otherwise 2i with 2i + 1.
+        In place: query and key.
+        Raises: KernelError if a position is outside of cos_sin.
+        Source: Su et al. 2021, arXiv:2104.09864.
+        """
+        checks.check_rotary(query, key, positions, cos_sin)
+        self._rotary(query, key, positions, cos_sin, is_neox)
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        """Gate: gate_up [T, 2I] = (gate, up) -> silu(gate) * up, [T, I]. The stride between rows is free."""
+        checks.check_silu_mul(gate_up, out)
+        return self._silu_mul(gate_up, out)
+
+    def kv_block_bytes(self, spec: KVCacheSpec) -> int:
+        """Bytes of one block of one layer as the backend lays it out, padding included."""
+        return self._kv.kv_block_bytes(spec)
+
+    def allocate_kv(self, spec: KVCacheSpec, num_blocks: int, device: str | torch.device) -> LayerKV:
+        """Allocate the blocks of one layer, uninitialised. What is never stored is never read."""
+        return self._kv.allocate_kv(spec, num_blocks, torch.device(device))
+
+    def store_kv(self, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
+        """Write the keys and values of a step's tokens into the cache.
+
+        Shapes: key, value [T, G, D] of the cache's dtype, each dense within a token; slot_mapping [T] int32,
+            block * B + offset, or -1 for a token that is stored nowhere. No slot twice.
+        In place: kv.
+        Raises: KernelError if a slot is outside of the pool.
+        """
+        checks.check_store_kv(key, value, kv, slot_mapping)
+        self._store_kv(key, value, kv, slot_mapping)
+
+    def read_kv(self, kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Read tokens back, for tests: slots [T] -> (key [T, G, D], value [T, G, D])."""
+        return self._kv.read_kv(kv, slots)
+
+    def attention(
+        self,
+        query: Tensor,
+        kv: LayerKV,
+        meta: AttentionMeta,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of a mixed batch of prefill chunks and decodes over the paged cache.
+
+        The keys and values of this step's tokens are already stored (`store_kv`). Query i of a sequence with
+        q queries and length n stands at position n - q + i and sees positions 0 up to its own.
+
+        Shapes: query [T, H, D] of the cache's dtype, dense within a token; H a multiple of G: query head h
+            reads key/value head h // (H / G); meta as AttentionMeta says.
+        scale: multiplies query · key; usually D ** -0.5.
+        window: a query sees only its last `window` positions, its own included.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap).
+
+        Returns: [T, H, D]. Scores and sums are float32 (float64 for float64). Slots past a sequence's length,
+            and blocks wholly before a window, are never read into a result.
+        Raises: KernelError if a block table or a length points outside of the pool.
+        Source: Kwon et al. 2023, arXiv:2309.06180, section 4; running softmax: Milakov and Gimelshein 2018,
+            arXiv:1805.02867.
+        """
+        checks.check_attention(query, kv, meta, window, soft_cap, out)
+        return self._attention(query, kv, meta, scale, window, soft_cap, out)
+
+    def copy_blocks(self, kv: LayerKV, pairs: Tensor) -> None:
+        """Copy whole blocks: pairs [P, 2] int64, (source, target).
+
+        All sources are read before a target is written. Needs no layout: the block is the outermost dimension.
+        """
+        if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype != torch.int64:
+            raise ShapeError(
+                f"copy_blocks: pairs must be [P, 2] int64; got {list(pairs.shape)} {pairs.dtype}"
+            )
+        if pairs.shape[0]:
+            kv.data[pairs[:, 1]] = kv.data[pairs[:, 0]]

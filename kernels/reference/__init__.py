@@ -1,0 +1,80 @@
+"""The reference backend: plain torch, any device and dtype, obviously right; the specification."""
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from batchgen.kernels.backend import BACKENDS, OPERATIONS, KernelBackend, PackedLinear
+from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.reference import attention, elementwise, kv_cache
+from batchgen.kernels.reference.linear import ReferenceLinear, linear
+
+
+class ReferenceBackend(KernelBackend):
+    """Plain torch."""
+
+    name = "reference"
+    operations = frozenset(OPERATIONS)
+    # Each of these computes a row by itself; torch's matrix products do not.
+    invariant = frozenset({"rms_norm", "add_rms_norm", "rotary", "silu_mul"})
+
+    @override
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return ReferenceLinear(weight, bias)
+
+    @override
+    def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
+        assert isinstance(packed, ReferenceLinear)
+        return _into(out, linear(x, packed))
+
+    @override
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
+        return _into(out, elementwise.rms_norm(x, weight, eps))
+
+    @override
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        residual += x
+        return _into(out, elementwise.rms_norm(residual, weight, eps)), residual
+
+    @override
+    def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, is_neox: bool) -> None:
+        elementwise.rotary(query, positions, cos_sin, is_neox)
+        elementwise.rotary(key, positions, cos_sin, is_neox)
+
+    @override
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None) -> Tensor:
+        return _into(out, elementwise.silu_mul(gate_up))
+
+    @override
+    def allocate_kv(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> LayerKV:
+        return kv_cache.allocate(spec, num_blocks, device, self.name)
+
+    @override
+    def store_kv(self, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
+        kv_cache.store(key, value, kv, slot_mapping)
+
+    @override
+    def read_kv(self, kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return kv_cache.read(kv, slots)
+
+    @override
+    def attention(
+        self,
+        query: Tensor,
+        kv: LayerKV,
+        meta: AttentionMeta,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        return _into(out, attention.attention(query, kv, meta, scale, window, soft_cap))
+
+
+def _into(out: Tensor | None, result: Tensor) -> Tensor:
+    return result if out is None else out.copy_(result)
+
+
+BACKENDS.register("reference")(ReferenceBackend())
