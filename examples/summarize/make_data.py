@@ -1,7 +1,7 @@
-"""Writes texts.parquet: documentation of Python's standard library, and public-domain texts from texts.jsonl.
+"""Writes texts.parquet: public-domain texts from texts.jsonl, and documentation of Python's standard library.
 
-Every machine with Python has the first part; the second is committed beside this file. The same Python gives the
-same bytes.
+The first part is committed beside this file; every machine with Python has the second. The same Python gives
+the same bytes.
 """
 
 import ast
@@ -19,13 +19,14 @@ HERE = Path(__file__).resolve().parent
 MODULES = (
     "abc argparse ast asyncio.events asyncio.locks asyncio.queues base64 bisect calendar collections "
     "concurrent.futures configparser contextlib copy csv dataclasses datetime decimal difflib dis doctest "
-    "email.message enum fileinput fnmatch fractions functools getpass gettext glob graphlib gzip hashlib heapq "
-    "html.parser http.client http.cookiejar imaplib inspect io ipaddress json json.decoder linecache locale logging "
-    "logging.handlers lzma mailbox mimetypes multiprocessing.pool numbers operator os pathlib pdb pickle pickletools "
-    "pkgutil platform plistlib pprint profile pstats queue random reprlib sched secrets selectors shelve shlex "
-    "shutil signal smtplib socket socketserver sqlite3 ssl statistics string struct subprocess tarfile tempfile "
-    "textwrap threading timeit tokenize trace traceback types typing unittest unittest.case unittest.mock urllib.parse "
-    "urllib.request urllib.robotparser uuid warnings wave weakref xml.dom.minidom xml.sax.handler zipfile zipimport"
+    "email.message enum fileinput fnmatch fractions functools getpass gettext glob graphlib gzip hashlib "
+    "heapq html.parser http.client http.cookiejar imaplib inspect io ipaddress json json.decoder "
+    "linecache locale logging logging.handlers lzma mailbox mimetypes multiprocessing.pool numbers "
+    "operator os pathlib pdb pickle pickletools pkgutil platform plistlib pprint profile pstats queue "
+    "random reprlib sched secrets selectors shelve shlex shutil signal smtplib socket socketserver "
+    "sqlite3 ssl statistics string struct subprocess tarfile tempfile textwrap threading timeit tokenize "
+    "trace traceback types typing unittest unittest.case unittest.mock urllib.parse urllib.request "
+    "urllib.robotparser uuid warnings wave weakref xml.dom.minidom xml.sax.handler zipfile zipimport"
 ).split()
 PER_MODULE = 2
 SHORTEST, LONGEST = 60, 7000  # characters: from a line to pages
@@ -34,7 +35,7 @@ SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "title", "language", 
 
 
 def docstrings(module: str) -> Iterator[tuple[str, str]]:
-    """Dotted name and docstring of a module and of its public classes, functions and methods, without running it."""
+    """Dotted names and docstrings of a module and its public classes and functions; nothing is run."""
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return

@@ -1,0 +1,152 @@
+"""Imports point one way, torch stays out of jobs and widgets, and hardware is asked for in few places."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BASE = ("errors", "registry", "version", "config", "sampling_params", "outputs", "seeds")
+MODEL_PARTS = ("kernels", "layers", "quantization", "models")
+
+# Part of batchgen -> the other parts it may import (and itself). The longest matching name counts.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "version": (),
+    "seeds": (),
+    "registry": ("errors",),
+    "config": ("errors",),
+    "sampling_params": ("errors",),
+    "outputs": ("errors",),
+    "kernels": BASE,
+    "layers": (*BASE, *MODEL_PARTS),
+    "quantization": (*BASE, *MODEL_PARTS),
+    "models": (*BASE, *MODEL_PARTS),
+    "tokenizer": (*BASE, "models"),
+    "sampling_defaults": (*BASE, "models"),
+    "worker": (*BASE, *MODEL_PARTS, "tokenizer", "engine.scheduler_output", "engine.messages"),
+    "engine": (*BASE, "kernels.kv", "worker", "tokenizer", "echo_engine"),
+    "byte_tokenizer": (*BASE, "tokenizer"),
+    "echo_engine": (*BASE, "engine", "tokenizer", "byte_tokenizer"),
+    "testing": (*BASE, *MODEL_PARTS, "tokenizer", "worker", "engine", "byte_tokenizer", "echo_engine"),
+    "jobs": (*BASE, "engine", "tokenizer", "models.location", "sampling_defaults"),
+    "widgets": (*BASE, "jobs"),
+}
+TOP = ("api", "cli")  # may import anything; nothing imports them
+
+# No torch: these must run, and be tested by the thousand, without a model.
+NO_TORCH = re.compile(
+    r"jobs/.*|widgets/.*|batchgen/cli/.*|batchgen/(errors|registry|config|sampling_params|outputs|seeds|version)\.py"
+    r"|batchgen/engine/(scheduler|scheduler_output|block_\w+|prefix_cache|policy|request|sequence|messages|client"
+    r"|child_client|output_processor|detokenizer|stop)\.py"
+)
+HARDWARE = {
+    # what nobody else may touch -> where it may be
+    r"^\s*(import triton|from triton)": r"kernels/gpu/.*",
+    r"torch\.cuda\.|\.is_cuda\b|device\.type\b": (
+        r"kernels/(gpu/.*|backend\.py|ops\.py)|batchgen/worker/(device|memory|graph_runner)\.py"
+    ),
+    r"torch\.compile\(": r"batchgen/worker/model_runner\.py",
+}
+
+
+def module_name(path: str) -> str:
+    """Dotted name under which a file is imported, without the leading "batchgen."."""
+    parts = list(Path(path).with_suffix("").parts)
+    if parts[0] == "batchgen":
+        parts = parts[1:]
+    if parts and parts[-1] == "__init__":
+        parts = parts[:-1]
+    return ".".join(parts)
+
+
+def imported_modules(path: Path) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import statement, wherever it stands; `from a import b` gives a.b."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def _within(name: str, part: str) -> bool:
+    return name == part or name.startswith(part + ".")
+
+
+def _rule(module: str) -> tuple[str, tuple[str, ...]] | None:
+    parts = [part for part in MAY_IMPORT if _within(module, part)]
+    return (best, MAY_IMPORT[best]) if parts and (best := max(parts, key=len)) else None
+
+
+def test_imports_point_one_way(sources: dict[str, Path]) -> None:
+    wrong = []
+    for relative, path in sources.items():
+        module = module_name(relative)
+        if not module or any(_within(module, top) for top in TOP):
+            continue
+        rule = _rule(module)
+        assert rule, f"{relative}: tests/repo/test_imports.py has no rule for this part; add one"
+        own, allowed = rule
+        for line, name in imported_modules(path):
+            if not name.startswith("batchgen."):
+                continue
+            target = name.removeprefix("batchgen.")
+            if not any(_within(target, part) for part in (own, *allowed)):
+                wrong.append(f"{relative}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_parts_of_the_package_are_imported_by_their_package_names(
+    sources: dict[str, Path], repository: Path
+) -> None:
+    # `import jobs` would be a second module beside `batchgen.jobs`, with registries of its own.
+    files = {**sources, **{str(p.relative_to(repository)): p for p in (repository / "tests").rglob("*.py")}}
+    wrong = [
+        f"{relative}:{line} imports {name}"
+        for relative, path in files.items()
+        for line, name in imported_modules(path)
+        if name.split(".")[0] in ("kernels", "jobs", "widgets")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_torch_where_none_is_needed(sources: dict[str, Path]) -> None:
+    wrong = [
+        f"{relative}:{line} imports {name}"
+        for relative, path in sources.items()
+        if NO_TORCH.fullmatch(relative)
+        for line, name in imported_modules(path)
+        if name.split(".")[0] in ("torch", "triton")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("pattern", HARDWARE)
+def test_hardware_is_asked_for_in_few_places(sources: dict[str, Path], pattern: str) -> None:
+    wrong = [
+        f"{relative}:{number}: {line.strip()}"
+        for relative, path in sources.items()
+        if not re.fullmatch(HARDWARE[pattern], relative)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("part", ["", "jobs", "widgets", "cli.main", "config", "outputs", "sampling_params"])
+def test_importing_a_light_part_loads_nothing_heavy(part: str, sources: dict[str, Path]) -> None:
+    modules = ["batchgen" + (f".{part}" if part else "")]
+    if part in ("jobs", "widgets"):
+        names = [module_name(relative) for relative in sources]
+        modules += [f"batchgen.{name}" for name in names if _within(name, part)]
+    script = (
+        f"import sys, importlib\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(*sorted({{'torch', 'transformers', 'triton', 'datasets', 'ipywidgets'}} & set(sys.modules)))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert loaded.stdout.split() == []
