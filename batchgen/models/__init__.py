@@ -1,0 +1,1 @@
+"""Model files and the decoder that runs them. Importing this package loads no torch."""

@@ -1,0 +1,6 @@
+"""Text to token ids and back, and chat templates. Importing this package loads neither torch nor transformers."""
+
+from batchgen.tokenizer.load import load_tokenizer
+from batchgen.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Tokenizer", "load_tokenizer"]
