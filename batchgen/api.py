@@ -1,7 +1,7 @@
 """What a notebook or a script calls: LLM (generate, chat) and run_job."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from batchgen.config import EngineConfig
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, pack_ids
 from batchgen.engine.start import start_engine
-from batchgen.errors import ConfigError
+from batchgen.errors import ConfigError, EngineError
 from batchgen.models.location import resolve_model
 from batchgen.outputs import RequestOutput
 from batchgen.sampling_defaults import effective_params, generation_defaults
@@ -199,7 +199,8 @@ class LLM:
         try:
             yield
         except BaseException:
-            self._engine.abort(self._engine.in_flight())
+            with suppress(EngineError):  # a dead engine holds no requests; the first error is the one to show
+                self._engine.abort(self._engine.in_flight())
             raise
 
 
