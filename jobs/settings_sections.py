@@ -1,0 +1,129 @@
+"""The engine and sampling sections, made from the settings classes themselves, so that no key is listed twice."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
+
+from pydantic import AfterValidator, create_model, model_validator
+
+from batchgen.config import EngineConfig, engine_arg_homes
+from batchgen.errors import ConfigError
+from batchgen.jobs.field_types import Text, field_type
+from batchgen.jobs.section import Section, refuse
+from batchgen.sampling_params import GREEDY_BELOW, SamplingParams
+
+# Engine settings that a job file keeps elsewhere: their name here -> the key that has them.
+MOVED_ENGINE_KEYS = {
+    "model": "model.path",
+    "revision": "model.revision",
+    "tokenizer": "model.tokenizer",
+    "tokenizer_revision": "model.tokenizer_revision",
+    "chat_template": "model.chat_template",
+    "generation_config": "model.generation_config",
+    "seed": "sampling.seed",
+}
+# What a job decides itself: it always stores text, whole.
+_NOT_FOR_JOBS = frozenset({"output_kind", "detokenize"})
+
+
+def _checked(build: Callable[..., Any], name: str) -> Callable[[Any], Any]:
+    """A validator: the settings class accepts this value by itself."""
+
+    def check(value: Any) -> Any:
+        try:
+            build(**{name: value})
+        except ConfigError as error:
+            raise refuse("", str(error)) from None
+        return value
+
+    return check
+
+
+def _settings_fields(cls: type, build: Callable[..., Any], left_out: frozenset[str]) -> dict[str, Any]:
+    """A settings dataclass' fields as pydantic ones, each checked by the class itself."""
+    hints = get_type_hints(cls)
+    return {
+        spec.name: (
+            Annotated[field_type(hints[spec.name]), AfterValidator(_checked(build, spec.name))],
+            spec.default,
+        )
+        for spec in fields(cls)
+        if spec.name not in left_out
+    }
+
+
+def _engine_fields() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part, cls in get_type_hints(EngineConfig).items():
+        if part in set(engine_arg_homes().values()):
+            found |= _settings_fields(cls, _part_builder(cls), frozenset(MOVED_ENGINE_KEYS))
+    return found
+
+
+def _part_builder(cls: type) -> Callable[..., Any]:
+    required = {"model": "any"} if "model" in {spec.name for spec in fields(cls)} else {}
+    return lambda **values: cls(**required, **values)
+
+
+if TYPE_CHECKING:
+
+    class _EngineFields(Section):
+        pass
+
+    class _SamplingFields(Section):
+        n: int = 1
+        temperature: float = 1.0
+        max_tokens: int | None = None
+        seed: int | None = None
+else:
+    _EngineFields = create_model("_EngineFields", __base__=Section, __module__=__name__, **_engine_fields())
+    _SamplingFields = create_model(
+        "_SamplingFields",
+        __base__=Section,
+        __module__=__name__,
+        **_settings_fields(SamplingParams, SamplingParams, _NOT_FOR_JOBS),
+    )
+
+
+class EngineSpec(_EngineFields):
+    """Engine settings under vLLM's names: every one of `EngineConfig` that no other section has."""
+
+
+class SamplingSpec(_SamplingFields):
+    """How tokens are drawn: the fields of `SamplingParams`, and `seed_column`.
+
+    Args:
+        seed_column: an integer column with each row's own seed; without it, `seed` (default 0) is mixed with
+            the row's place in the input.
+    """
+
+    seed_column: Text | None = None
+
+    @property
+    def job_seed(self) -> int:
+        """The seed that is mixed with each row's place."""
+        return 0 if self.seed in (None, -1) else int(self.seed or 0)
+
+    def given_params(self) -> dict[str, Any]:
+        """The `SamplingParams` fields that the job file sets."""
+        return {name: value for name, value in self.given().items() if name != "seed_column"}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.seed_column is not None and "seed" in self.model_fields_set:
+            raise refuse("seed", "seed_column gives every row its own seed; leave one of the two out")
+        if "temperature" in self.model_fields_set:
+            check_copies(self.n, self.temperature)
+        try:
+            SamplingParams(**self.given_params())
+        except ConfigError as error:
+            raise refuse("", str(error)) from None
+        return self
+
+
+def check_copies(n: int, temperature: float) -> None:
+    """Refuse several samples at temperature 0: they would be copies."""
+    if n > 1 and temperature < GREEDY_BELOW:
+        raise refuse(
+            "n", f"n: {n} at temperature {temperature:g} gives {n} copies; raise temperature or set n: 1"
+        )
