@@ -51,8 +51,8 @@ class InputSpec(Section):
     revision: Text | None = None
     data_files: Annotated[dict[str, Texts] | None, BeforeValidator(lambda value: _by_split(value))] = None
     columns: Texts | None = None
-    rename: dict[str, Text] = {}
-    declared_schema: dict[str, Text] = Field(default={}, alias="schema")
+    rename: dict[str, Text] = Field(default_factory=dict)
+    declared_schema: dict[str, Text] = Field(default_factory=dict, alias="schema")
     streaming: Bool = False
 
 
@@ -100,7 +100,7 @@ class PromptSpec(Section):
     column: Text | None = None
     system: Text | None = None
     chat: Bool | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: Bool | None = None
     allow_special_tokens: Bool = False
     truncate: TruncateSpec | None = None

@@ -1,4 +1,4 @@
-"""The engine and sampling sections, made from the settings classes themselves, so that no key is listed twice."""
+"""The engine and sampling sections, made from the settings classes themselves: no key is listed twice."""
 
 from collections.abc import Callable
 from dataclasses import fields

@@ -155,7 +155,7 @@ class _Reader:
         return merged | values
 
     def _merge_parts(self, node: Node) -> list[MappingNode]:
-        parts: list[MappingNode] = node.value if isinstance(node, SequenceNode) else [node]
+        parts: list[Any] = node.value if isinstance(node, SequenceNode) else [node]
         for part in parts:
             if not isinstance(part, MappingNode):
                 raise self._error(part, "'<<' merges mappings only")
