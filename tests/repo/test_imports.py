@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-BASE = ("errors", "registry", "version", "config", "sampling_params", "outputs", "seeds")
+BASE = ("errors", "registry", "version", "config", "sampling_params", "outputs", "seeds", "content_hash")
 MODEL_PARTS = ("kernels", "layers", "quantization", "models")
 
 # Part of batchgen -> the other parts it may import (and itself). The longest matching name counts.
@@ -16,6 +16,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "version": (),
     "seeds": (),
+    "content_hash": (),
     "registry": ("errors",),
     "config": ("errors",),
     "sampling_params": ("errors",),
@@ -27,10 +28,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tokenizer": (*BASE, "models"),
     "sampling_defaults": (*BASE, "models"),
     "worker": (*BASE, *MODEL_PARTS, "tokenizer", "engine.scheduler_output", "engine.messages"),
-    "engine": (*BASE, "kernels.kv", "worker", "tokenizer", "echo_engine"),
+    "engine": (*BASE, "kernels.kv", "worker", "tokenizer", "echo"),
     "byte_tokenizer": (*BASE, "tokenizer"),
-    "echo_engine": (*BASE, "engine", "tokenizer", "byte_tokenizer"),
-    "testing": (*BASE, *MODEL_PARTS, "tokenizer", "worker", "engine", "byte_tokenizer", "echo_engine"),
+    "echo": (*BASE, "engine", "tokenizer", "byte_tokenizer"),
+    "testing": (*BASE, *MODEL_PARTS, "tokenizer", "worker", "engine", "byte_tokenizer", "echo"),
     "jobs": (*BASE, "engine", "tokenizer", "models.location", "sampling_defaults"),
     "widgets": (*BASE, "jobs"),
 }
