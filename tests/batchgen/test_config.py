@@ -1,0 +1,80 @@
+import dataclasses
+import pickle
+
+import pytest
+
+from batchgen.config import EngineConfig, engine_arg_homes
+from batchgen.errors import ConfigError, UnknownNameError
+
+
+def test_flat_names_reach_their_parts_and_come_back() -> None:
+    config = EngineConfig.from_engine_args(model="m", block_size=32, max_num_seqs=7, num_threads=2)
+    assert (config.cache.block_size, config.scheduler.max_num_seqs, config.model.num_threads) == (32, 7, 2)
+    assert EngineConfig.from_engine_args(**config.to_engine_args()) == config
+
+
+def test_every_flat_name_has_one_home() -> None:
+    parts = [part.type for part in dataclasses.fields(EngineConfig)]
+    counted = sum(len(dataclasses.fields(part)) for part in parts)
+    assert len(engine_arg_homes()) == counted
+
+
+def test_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"engine: unknown setting 'blok_size'; did you mean 'block_size'\?"
+    ):
+        EngineConfig.from_engine_args(model="m", blok_size=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("block_size", 24, "a multiple of 16"),
+        ("block_size", 0, "a multiple of 16"),
+        ("max_num_seqs", 0, "1 or more"),
+        ("max_num_seqs", True, "1 or more"),
+        ("max_model_len", -1, "1 or more"),
+        ("gpu_memory_utilization", 0, "above 0"),
+        ("gpu_memory_utilization", 1.5, "at most 1"),
+        ("dtype", "int8", "auto, float32"),
+        ("kernel_backend", "cuda", "reference, cpu or gpu"),
+        ("scheduling_policy", "lifo", "fcfs or priority"),
+        ("preemption_mode", "drop", "recompute or swap"),
+        ("model", "", "a folder"),
+    ],
+)
+def test_value_out_of_range_is_refused_by_name(name: str, value: object, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}' must be .*{rule}"):
+        EngineConfig.from_engine_args(**{"model": "m", name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tensor_parallel_size", 2),
+        ("enable_lora", True),
+        ("quantization", "int8"),
+        ("kv_cache_dtype", "fp8"),
+        ("swap_space", 4.0),
+        ("preemption_mode", "swap"),
+        ("speculative", {"method": "ngram"}),
+        ("trust_remote_code", True),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=.*not built yet"):
+        EngineConfig.from_engine_args(**{"model": "m", name: value})
+
+
+def test_with_values_changes_a_copy() -> None:
+    config = EngineConfig.from_engine_args(model="m")
+    changed = config.with_values(block_size=48, max_num_seqs=3)
+    assert (changed.cache.block_size, changed.scheduler.max_num_seqs) == (48, 3)
+    assert config.cache.block_size == 16
+
+
+def test_config_is_frozen_and_picklable() -> None:
+    config = EngineConfig.from_engine_args(model="m", seed=5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.seed = 6  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(config)) == config
