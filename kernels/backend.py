@@ -19,7 +19,7 @@ log = logging.getLogger("batchgen.kernels")
 OPERATIONS = ("linear", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "attention", "store_kv")
 
 # Which backends "auto" tries on a device, best first.
-PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("reference",), "cuda": ("reference",)}
+PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,179 @@
+/* Linear layer, float32: out [M, N] = x [M, K] · weightᵀ + bias, with the weight packed once.
+ *
+ * Packed layout: [ceil(N / PANEL)][K][PANEL], columns past N zero. A tile of up to ROWS rows by PANEL columns lives in
+ * registers while K runs. Each element of the result is a fixed sum: K is cut into equal pieces by K alone, each piece
+ * is one chain of fused multiply-adds from zero, the pieces are added in order. So a row's bits do not depend on the
+ * rows around it, on the number of threads, or on how rows are grouped into tiles. */
+#include <stdint.h>
+#include <string.h>
+
+#include "simd.h"
+
+#if VW == 16
+#define ROWS 12
+#elif VW == 8
+#define ROWS 6
+#else
+#define ROWS 4
+#endif
+#define PANEL (2 * VW)
+
+/* Longest piece of K. ROWS rows of it stay in the L1 cache; error grows with the square root of a piece's length. */
+#define PIECE 768
+/* Floats of packed weight that are kept in the L2 cache while all rows pass over them. */
+#define RESIDENT (128 * 1024)
+/* Rows of a panel that are fetched ahead of use. */
+#define AHEAD 16
+
+/* Below this many weights the second thread costs more than it brings. */
+#define SERIAL_WEIGHTS 32768
+
+typedef struct {
+    const float *x;
+    int64_t x_stride;
+    const float *packed;
+    const float *bias; /* may be NULL */
+    float *out;
+    int64_t rows, columns, depth; /* M, N, K */
+} Product;
+
+static int64_t pieces_of(int64_t depth) { return (depth + PIECE - 1) / PIECE; }
+
+int64_t bg_panel(void) { return PANEL; }
+
+void bg_linear_pack(const float *weight, float *packed, int64_t columns, int64_t depth, int threads) {
+    int64_t panels = (columns + PANEL - 1) / PANEL;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t p = 0; p < panels; p++) {
+        float *to = packed + p * depth * PANEL;
+        for (int c = 0; c < PANEL; c++) {
+            int64_t n = p * PANEL + c;
+            if (n < columns)
+                for (int64_t k = 0; k < depth; k++) to[k * PANEL + c] = weight[n * depth + k];
+            else
+                for (int64_t k = 0; k < depth; k++) to[k * PANEL + c] = 0.0f;
+        }
+    }
+}
+
+/* Rows `ids` of the weight, out of the packed layout. Returns 0, or -1 if an id is out of range. */
+int64_t bg_linear_rows(const float *packed, const int64_t *ids, float *out, int64_t count, int64_t columns,
+                       int64_t depth, int threads) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= columns) return -1;
+#pragma omp parallel for num_threads(threads) schedule(static) if (count > 8)
+    for (int64_t i = 0; i < count; i++) {
+        const float *from = packed + ids[i] / PANEL * depth * PANEL + ids[i] % PANEL;
+        for (int64_t k = 0; k < depth; k++) out[i * depth + k] = from[k * PANEL];
+    }
+    return 0;
+}
+
+/* One tile: m rows of `x` (packed PIECE apart) times one piece of one panel, stored or added to `out`. */
+INLINE void tile(const float *x, const float *panel, int64_t depth, float *out, int64_t out_stride, int64_t columns,
+                 const float *bias, int is_first, const int m) {
+    vf sum[ROWS][2];
+#pragma GCC unroll 16
+    for (int i = 0; i < m; i++) sum[i][0] = sum[i][1] = vf_set1(0.0f);
+    for (int64_t k = 0; k < depth; k++) {
+        vf left = vf_load(panel + k * PANEL), right = vf_load(panel + k * PANEL + VW);
+        __builtin_prefetch(panel + (k + AHEAD) * PANEL);
+        if (PANEL * 4 > 64) __builtin_prefetch(panel + (k + AHEAD) * PANEL + VW);
+#pragma GCC unroll 16
+        for (int i = 0; i < m; i++) {
+            vf value = vf_set1(x[i * PIECE + k]);
+            sum[i][0] = vf_fma(value, left, sum[i][0]);
+            sum[i][1] = vf_fma(value, right, sum[i][1]);
+        }
+    }
+    float edge[PANEL], edge_bias[PANEL] = {0};
+    if (bias && columns < PANEL) {
+        memcpy(edge_bias, bias, (size_t)columns * 4);
+        bias = edge_bias;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < m; i++) {
+        float *to = out + i * out_stride;
+        if (columns < PANEL) {
+            memcpy(edge, to, (size_t)columns * 4);
+            to = edge;
+        }
+        for (int v = 0; v < 2; v++) {
+            vf total = sum[i][v];
+            if (!is_first) total = vf_load(to + v * VW) + total;
+            if (bias) total = total + vf_load(bias + v * VW);
+            vf_store(to + v * VW, total);
+        }
+        if (columns < PANEL) memcpy(out + i * out_stride, edge, (size_t)columns * 4);
+    }
+}
+
+static void tile_of(int m, const float *x, const float *panel, int64_t depth, float *out, int64_t out_stride,
+                    int64_t columns, const float *bias, int is_first) {
+#define CASE(M) \
+    case M: \
+        tile(x, panel, depth, out, out_stride, columns, bias, is_first, M); \
+        break;
+    switch (m) {
+        CASE(1) CASE(2) CASE(3) CASE(4)
+#if ROWS > 4
+        CASE(5) CASE(6)
+#endif
+#if ROWS > 6
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+    }
+#undef CASE
+}
+
+/* Rows [row, row_end) times panels [panel, panel_end). */
+static void region(const Product *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+    float x[ROWS * PIECE] __attribute__((aligned(64)));
+    int64_t pieces = pieces_of(p->depth), piece = (p->depth + pieces - 1) / pieces;
+    int64_t resident = RESIDENT / (piece * PANEL);
+    if (resident < 1) resident = 1;
+    int64_t tiles = (row_end - row + ROWS - 1) / ROWS;
+    for (int64_t first = panel; first < panel_end; first += resident) {
+        int64_t last = first + resident < panel_end ? first + resident : panel_end;
+        for (int64_t start = 0; start < p->depth; start += piece) {
+            int64_t depth = start + piece < p->depth ? piece : p->depth - start;
+            for (int64_t t = 0; t < tiles; t++) {
+                /* Tiles of even height: 13 rows are 7 + 6, not 12 + 1. */
+                int64_t from = row + (row_end - row) * t / tiles, to = row + (row_end - row) * (t + 1) / tiles;
+                int m = (int)(to - from);
+                for (int i = 0; i < m; i++)
+                    memcpy(x + i * PIECE, p->x + (from + i) * p->x_stride + start, (size_t)depth * 4);
+                for (int64_t n = first; n < last; n++) {
+                    int64_t column = n * PANEL;
+                    int64_t columns = p->columns - column < PANEL ? p->columns - column : PANEL;
+                    const float *bias = p->bias && start + depth == p->depth ? p->bias + column : 0;
+                    tile_of(m, x, p->packed + (n * p->depth + start) * PANEL, depth,
+                            p->out + from * p->columns + column, p->columns, columns, bias, start == 0);
+                }
+            }
+        }
+    }
+}
+
+void bg_linear(const float *x, int64_t x_stride, const float *packed, const float *bias, float *out, int64_t rows,
+               int64_t columns, int64_t depth, int threads) {
+    Product product = {x, x_stride, packed, bias, out, rows, columns, depth};
+    int64_t panels = (columns + PANEL - 1) / PANEL;
+    if (threads < 2 || rows * columns * depth < SERIAL_WEIGHTS) {
+        region(&product, 0, rows, 0, panels);
+        return;
+    }
+    /* Few panels for many threads: rows are cut as well, so that there are units to share out evenly. */
+    int64_t groups = (4 * threads + panels - 1) / panels, most = (rows + ROWS - 1) / ROWS;
+    if (groups > most) groups = most;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int share = 0; share < threads; share++) {
+        int64_t unit = panels * groups * share / threads, end = panels * groups * (share + 1) / threads;
+        while (unit < end) {
+            int64_t group = unit / panels, stop = (group + 1) * panels < end ? (group + 1) * panels : end;
+            region(&product, rows * group / groups, rows * (group + 1) / groups, unit - group * panels,
+                   stop - group * panels);
+            unit = stop;
+        }
+    }
+}
