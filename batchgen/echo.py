@@ -56,7 +56,7 @@ class EchoOptions:
         prefix, _, query = model.partition("?")
         if prefix != "echo:":
             raise ConfigError(f"model {model!r}: write echo: or echo:?option=value&option=value")
-        kinds = {spec.name: type(spec.default) for spec in fields(cls)}
+        kinds: dict[str, type] = {spec.name: type(spec.default) for spec in fields(cls)}
         values: dict[str, Any] = {}
         for name, text in parse_qsl(query, keep_blank_values=True):
             if name not in kinds:
