@@ -88,7 +88,7 @@ def check_silu_mul(gate_up: Tensor, out: Tensor | None) -> None:
 
 
 def check_store_kv(key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
-    """Want key and value [T, G, D] dense in a token, of the cache's heads and dtype; slot_mapping [T] int32."""
+    """Want key and value [T, G, D] dense in a token, as the cache has them; slot_mapping [T] int32."""
     spec = kv.spec
     if (
         not _is_heads(key)

@@ -266,14 +266,14 @@ static void weigh(const Scratch *scratch, int row, int first, int end, int64_t l
         }
 }
 
-/* Pointers to the units of the chunk at token `start` that lie in [first, end). */
-static void find_units(const Cache *cache, const int32_t *table, int head, int64_t start, int64_t first, int64_t end,
-                       Units *units) {
+/* Points `units` at the item's tokens in the chunk that begins at `start`; units without any stay as they are. */
+static void find_units(const Cache *cache, const Batch *batch, const Item *item, int64_t start, Units *units) {
+    const int32_t *table = batch->tables + item->sequence * batch->table_stride;
     for (int u = 0; u < CHUNK_UNITS; u++) {
         int64_t token = start + u * UNIT;
-        if (token + UNIT <= first || token >= end) continue;
+        if (token + UNIT <= item->first || token >= item->end) continue;
         const float *keys = cache->data + table[token / cache->block_size] * cache->block_floats +
-                            head * cache->head_floats;
+                            item->head * cache->head_floats;
         int64_t offset = token % cache->block_size;
         units->keys[u] = keys + offset;
         units->values[u] = keys + cache->head_dim * cache->block_size + offset * cache->value_dim;
@@ -283,10 +283,13 @@ static void find_units(const Cache *cache, const int32_t *table, int head, int64
 static int64_t at_least(int64_t x, int64_t low) { return x > low ? x : low; }
 static int64_t at_most(int64_t x, int64_t high) { return x < high ? x : high; }
 
-static void attend(const Cache *cache, const Batch *batch, const Item *item, const Scratch *scratch) {
+static int64_t first_chunk(const Item *item) { return item->first / CHUNK * CHUNK; }
+
+/* Computes one item, and fetches the beginning of `next` (NULL: none) meanwhile. */
+static void attend(const Cache *cache, const Batch *batch, const Item *item, const Item *next,
+                   const Scratch *scratch) {
     int64_t dim = cache->head_dim, value_dim = cache->value_dim, group = batch->heads / cache->kv_heads;
     int rows = (int)(item->count * group);
-    const int32_t *table = batch->tables + item->sequence * batch->table_stride;
     int64_t begin = batch->starts[item->sequence];
     /* Position of the item's first query. */
     int64_t position = batch->lengths[item->sequence] - (batch->starts[item->sequence + 1] - begin) + item->query;
@@ -301,24 +304,28 @@ static void attend(const Cache *cache, const Batch *batch, const Item *item, con
     }
     memset(scratch->sum, 0, (size_t)(rows * value_dim) * 4);
 
+    /* Few rows wait for memory; many rows wait for arithmetic, and find the tokens in the cache of the processor. */
+    int is_thin = rows <= 2 * ROWS;
     Units units, ahead;
     memset(&ahead, 0, sizeof ahead);
-    int64_t start = item->first / CHUNK * CHUNK;
-    find_units(cache, table, item->head, start, item->first, item->end, &ahead);
-    for (; start < item->end; start += CHUNK) {
+    find_units(cache, batch, item, first_chunk(item), &ahead);
+    for (int64_t start = first_chunk(item); start < item->end; start += CHUNK) {
         units = ahead;
-        int is_last = start + CHUNK >= item->end;
-        /* Units past the end keep this chunk's pointers: fetching them again costs nothing. */
-        if (!is_last) find_units(cache, table, item->head, start + CHUNK, item->first, item->end, &ahead);
+        int is_last = start + CHUNK >= item->end, is_ahead = is_thin && (!is_last || next);
+        /* A unit that is not there keeps its pointer: fetching what the cache holds already costs nothing. */
+        if (!is_last)
+            find_units(cache, batch, item, start + CHUNK, &ahead);
+        else if (next)
+            find_units(cache, batch, next, first_chunk(next), &ahead);
         int from = (int)at_least(item->first - start, 0), to = (int)at_most(item->end - start, CHUNK);
         int first = from / UNIT, end = (to + UNIT - 1) / UNIT;
-        scores(scratch, rows, dim, &units, is_last ? 0 : &ahead, cache->block_size, first, end);
+        scores(scratch, rows, dim, &units, is_ahead ? &ahead : 0, cache->block_size, first, end);
         for (int row = 0; row < rows; row++) {
             int64_t at = position + row / group;
             int64_t low = batch->window ? at - batch->window + 1 - start : 0;
             weigh(scratch, row, first, end, at_least(low, from), at_most(at + 1 - start, to), batch->soft_cap);
         }
-        values(scratch, rows, value_dim, &units, is_last ? 0 : &ahead, from, to);
+        values(scratch, rows, value_dim, &units, is_ahead ? &ahead : 0, from, to);
     }
 
     for (int row = 0; row < rows; row++) {
@@ -384,7 +391,7 @@ int64_t bg_attention(const float *query, int64_t query_stride, int64_t heads, fl
     cut(&cache, &batch, tile, items);
     qsort(items, (size_t)count, sizeof(Item), by_cost);
 
-    int64_t next = 0;
+    int64_t taken = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) if (count > 1)
     for (int thread = 0; thread < threads; thread++) {
         float *at = (float *)(memory + item_bytes) + thread * floats;
@@ -395,12 +402,14 @@ int64_t bg_attention(const float *query, int64_t query_stride, int64_t heads, fl
         scratch.total = (vf *)(at += rows * CHUNK);
         scratch.top = at += rows * UNIT;
         scratch.shrink = at + lines;
-        for (;;) {
-            int64_t mine;
+        /* A thread takes its next item before it computes this one. */
+        int64_t mine, after;
 #pragma omp atomic capture
-            mine = next++;
-            if (mine >= count) break;
-            attend(&cache, &batch, items + mine, &scratch);
+        mine = taken++;
+        for (; mine < count; mine = after) {
+#pragma omp atomic capture
+            after = taken++;
+            attend(&cache, &batch, items + mine, after < count ? items + after : 0, &scratch);
         }
     }
     free(memory);

@@ -60,11 +60,12 @@ INLINE float unit_sum(const vf *x) {
 }
 
 INLINE float vf_max_lane(vf x) {
-    float lane[VW];
-    vf_store(lane, x);
-    float top = lane[0];
-    for (int i = 1; i < VW; i++) top = lane[i] > top ? lane[i] : top;
-    return top;
+    for (int width = VW / 2; width; width /= 2) {
+        vi from;
+        for (int i = 0; i < VW; i++) from[i] = i ^ width;
+        x = vf_max(x, (vf)__builtin_shuffle((vi)x, from));
+    }
+    return x[0];
 }
 
 /* e^x = 2^n (1 + r + r² q(r)) with n = round(x / ln 2), |r| <= ln 2 / 2; q is the Chebyshev fit of degree 5 of
