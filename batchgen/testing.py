@@ -3,9 +3,17 @@
 from typing import Any
 
 from batchgen.byte_tokenizer import ByteTokenizer
+from batchgen.counting import CountingExecutor, counting_token
 from batchgen.echo import EchoEngine, EchoOptions
 
-__all__ = ["ByteTokenizer", "EchoEngine", "EchoOptions", "relative_error"]
+__all__ = [
+    "ByteTokenizer",
+    "CountingExecutor",
+    "EchoEngine",
+    "EchoOptions",
+    "counting_token",
+    "relative_error",
+]
 
 
 def relative_error(actual: Any, expected: Any) -> float:

@@ -11,14 +11,15 @@ class EngineClient(Protocol):
     """An engine as its caller sees it.
 
     Implementations: `InProcessClient` (engine/in_process.py), `ChildClient` (engine/child_client.py) and
-    `EchoEngine` (batchgen/testing.py). One thread calls it. After the engine died every call raises EngineError,
-    whose message carries the last lines of the child's stderr; requests in flight are then `in_flight()`.
+    `EchoEngine` (batchgen/testing.py). One thread calls it. After the engine died every call raises
+    EngineError, whose message carries the last lines of the child's stderr; requests in flight are then
+    `in_flight()`.
     """
 
     info: EngineInfo
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Returns at once; a request that cannot run comes back from `poll` with an error."""
+        """Queue a request. Returns at once; one that cannot run comes back from `poll` with an error."""
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests; nothing more is heard of them. Unknown or finished ids are ignored."""

@@ -45,6 +45,8 @@ class EngineRequest:
         prompt: the text, only to be handed back in the RequestOutput.
         streams: whether tokens are wanted as they come (a stop string, a live reader); else only at the end.
         features, adapter, cache_salt, priority: see DESIGN; part of the prefix-cache root or the queue order.
+        serial: set by the client; comes back in every SampleOutput, so that late ones of an aborted request
+            are told from those of a new request with the same id.
     """
 
     request_id: str
@@ -57,14 +59,15 @@ class EngineRequest:
     adapter: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    serial: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
     """New tokens of one sample of a request, from the core.
 
-    `finish_reason` and `stop_reason` are set on a sample's last message. When the core refuses or fails a request,
-    `error` says why: finish_reason "error", tokens as far as they came.
+    `finish_reason` and `stop_reason` are set on a sample's last message. When the core refuses or fails a
+    request, `error` says why: finish_reason "error", tokens as far as they came.
     """
 
     request_id: str
@@ -74,6 +77,7 @@ class SampleOutput:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: RowFailure | None = None
+    serial: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot of the engine for everything that shows numbers. Counters count from the start."""
+    """A snapshot of the engine for everything that shows numbers. Counters count from the start.
+
+    `step_time_s` is the time spent in steps so far; `prompt_tokens` counts each request's prompt once, cached
+    or not, `prefix_cache_queries` and `prefix_cache_hits` tokens; `choices` how often each choice by cost was
+    made.
+    """
 
     time_s: float = 0.0
     num_waiting: int = 0
@@ -113,8 +122,9 @@ class EngineStats:
 class EngineInfo:
     """What a started engine is; sent once, when it is ready.
 
-    `resolved` holds every engine argument after "auto" was decided, as plain JSON types; `decisions` the reasons.
-    `environment` names what a row's bytes may depend on (backend, instruction set, threads, library versions).
+    `resolved` holds every engine argument after "auto" was decided, as plain JSON types; `decisions` the
+    reasons. `environment` names what a row's bytes may depend on (backend, instruction set, threads, library
+    versions).
     """
 
     model: str

@@ -11,8 +11,8 @@ class ScheduledSequence:
 
     Args:
         seq_id: number of the sequence, unique in the engine's life.
-        token_ids: the tokens to compute, `num_computed_tokens` onward. -1 stands for a token that the step before
-            this one samples and that is not known yet (see `SamplingRow.slot`).
+        token_ids: the tokens to compute, `num_computed_tokens` onward. -1 stands for a token that the step
+            before this one samples and that is not known yet (see `SamplingRow.slot`).
         num_computed_tokens: tokens of the sequence already in the cache = position of token_ids[0].
         block_ids: per KV group, all blocks of the sequence in order, with room for token_ids.
         samples: the draws from the logits of the last token; empty while a prompt is not wholly computed.
@@ -31,9 +31,9 @@ class ScheduledSequence:
 class SamplingRow:
     """One draw from one row of logits.
 
-    `key` = (seed, sample index, position): the counter of the random stream; position is that of the new token.
-    `num_generated` is how many tokens the sample has already (for min_tokens). `slot` names the sequence that the
-    token will belong to.
+    `key` = (seed, sample index, position): the counter of the random stream; position is that of the new
+    token. `num_generated` is how many tokens the sample has already (for min_tokens). `slot` names the
+    sequence that the token will belong to.
     """
 
     slot: int
@@ -47,7 +47,8 @@ class SamplingRow:
 class SchedulerOutput:
     """Who runs in this step, and what happens to the blocks before it.
 
-    Order in a step: `swap_out`, `swap_in`, `block_copies` (source, target), then KV writes and the forward pass.
+    Order in a step: `swap_out`, `swap_in`, `block_copies` (source, target), then KV writes and the forward
+        pass.
     """
 
     step: int
@@ -66,7 +67,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step drew: `token_ids[i]` belongs to the i-th SamplingRow, counted over all sequences in order."""
+    """What a step drew: `token_ids[i]` belongs to the i-th SamplingRow of all sequences in order."""
 
     step: int
     token_ids: list[int]

@@ -1,0 +1,164 @@
+"""CountingExecutor: an executor without a model, whose tokens are right only if every KV block is.
+
+For tests of the engine: `ChildClient(..., executor="batchgen.counting:load_counting")` runs it in a real
+    child.
+"""
+
+import os
+import signal
+import time
+from array import array
+from collections.abc import Callable, Sequence
+
+from batchgen.config import EngineConfig
+from batchgen.engine.scheduler_output import SamplingRow, ScheduledSequence, SchedulerOutput, StepResult
+from batchgen.errors import WeightsError
+from batchgen.seeds import mix64
+from batchgen.worker.executor import ExecutorInfo
+
+
+def counting_token(history: Sequence[int], row: SamplingRow, vocab_size: int) -> int:
+    """The token that follows `history`: a hash of it, and of the row's key unless it is greedy.
+
+    A token with the highest positive `logit_bias` is taken instead. Ids held back by `min_tokens` are passed
+    over.
+    """
+    state = 0
+    for token in history:
+        state = mix64(state ^ (token + 1))
+    if not row.params.is_greedy:
+        for part in row.key:
+            state = mix64(state ^ part)
+    held_back = row.stop_ids if row.num_generated < row.params.min_tokens else frozenset()
+    bias = row.params.logit_bias or {}
+    forced = [token for token in sorted(bias, key=lambda token: -bias[token]) if bias[token] > 0]
+    for token in [*forced, *((state + step) % vocab_size for step in range(vocab_size))]:
+        if token not in held_back:
+            return token
+    raise AssertionError("every token id is held back")
+
+
+class CountingExecutor:
+    """Keeps (position, token) pairs in its KV blocks and draws from what it reads there.
+
+    A wrong block table, a missing copy, a block reused too early or a placeholder taken for a token shows as
+    an AssertionError or as another token than `counting_token` of the true history.
+
+    Args:
+        config: block size and limits are taken from it; unset ones are small.
+        num_groups: KV groups, each with blocks of its own.
+        eos_token_ids: as a model's.
+        before_step: called with every step; may sleep, raise or kill.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        vocab_size: int = 101,
+        num_groups: int = 1,
+        eos_token_ids: tuple[int, ...] = (),
+        before_step: Callable[[SchedulerOutput], None] | None = None,
+    ):
+        num_blocks = config.cache.num_gpu_blocks_override or 64
+        self.block_size = config.cache.block_size
+        self.steps: list[tuple[int, int]] = []  # sequences and tokens of each step
+        self._blocks: list[list[tuple[int, int, int] | None]] = [
+            [None] * self.block_size for _ in range(num_blocks)
+        ]
+        self._last: dict[int, int] = {}
+        self._before_step = before_step
+        limits = {
+            "max_num_seqs": config.scheduler.max_num_seqs or 8,
+            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens or 64,
+        }
+        self.info = ExecutorInfo(
+            architecture="counting",
+            max_model_len=config.model.max_model_len or 256,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            num_blocks=num_blocks,
+            num_groups=num_groups,
+            resolved={**config.to_engine_args(), **limits, "num_gpu_blocks_override": num_blocks},
+            environment={},
+            reproducible=True,
+        )
+
+    def execute(self, step: SchedulerOutput) -> StepResult:
+        """Copy blocks, write the step's tokens, then draw from what is stored."""
+        if self._before_step is not None:
+            self._before_step(step)
+        self.steps.append((len(step.sequences), step.num_tokens))
+        sources = [self._blocks[source].copy() for source, _ in step.block_copies]
+        for (_, target), content in zip(step.block_copies, sources, strict=True):
+            self._blocks[target] = content
+        for sequence in step.sequences:
+            self._store(sequence)
+        drawn: list[tuple[int, int]] = []
+        for sequence in step.sequences:
+            if sequence.samples:
+                history = self._read(sequence)
+                for row in sequence.samples:
+                    drawn.append((row.slot, counting_token(history, row, self.info.vocab_size)))
+        self._last = dict(drawn)
+        return StepResult(step.step, [token for _, token in drawn])
+
+    def shutdown(self) -> None:
+        """Nothing to free."""
+
+    def _store(self, sequence: ScheduledSequence) -> None:
+        for offset, token in enumerate(sequence.token_ids):
+            position = sequence.num_computed_tokens + offset
+            if token == -1:
+                token = self._last[sequence.seq_id]
+            for group, table in enumerate(sequence.block_ids):
+                block = self._blocks[table[position // self.block_size]]
+                block[position % self.block_size] = (group, position, token)
+
+    def _read(self, sequence: ScheduledSequence) -> list[int]:
+        length = sequence.num_computed_tokens + len(sequence.token_ids)
+        histories = []
+        for group, table in enumerate(sequence.block_ids):
+            history = array("i")
+            for position in range(length):
+                entry = self._blocks[table[position // self.block_size]][position % self.block_size]
+                assert entry is not None, (
+                    f"sequence {sequence.seq_id} reads position {position}, never written"
+                )
+                assert entry[:2] == (group, position), (
+                    f"sequence {sequence.seq_id} reads a foreign block: {entry}"
+                )
+                history.append(entry[2])
+            histories.append(history.tolist())
+        assert all(history == histories[0] for history in histories), "the groups disagree"
+        return histories[0]
+
+
+def load_counting(config: EngineConfig) -> CountingExecutor:
+    """A CountingExecutor as a child process loads it."""
+    return CountingExecutor(config)
+
+
+def load_slow(config: EngineConfig) -> CountingExecutor:
+    """One whose steps take 20 ms."""
+    return CountingExecutor(config, before_step=lambda step: time.sleep(0.02))
+
+
+def load_stuck(config: EngineConfig) -> CountingExecutor:
+    """One whose steps never end."""
+    return CountingExecutor(config, before_step=lambda step: time.sleep(3600))
+
+
+def load_mortal(config: EngineConfig) -> CountingExecutor:
+    """One that kills its process when it computes token 100, the last of its vocabulary."""
+
+    def die(step: SchedulerOutput) -> None:
+        if any(100 in sequence.token_ids for sequence in step.sequences):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return CountingExecutor(config, before_step=die)
+
+
+def load_broken(config: EngineConfig) -> CountingExecutor:
+    """Cannot be loaded."""
+    raise WeightsError("model.layers.0 is missing\nlook at the file")

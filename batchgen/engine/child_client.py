@@ -1,0 +1,177 @@
+"""ChildClient: an engine in a child process, as its caller sees it."""
+
+import logging
+import os
+import queue
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from batchgen.config import EngineConfig
+from batchgen.engine import wire
+from batchgen.engine.child import Hello
+from batchgen.engine.child_process import ChildProcess
+from batchgen.engine.loading import DEFAULT_EXECUTOR
+from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, Limits
+from batchgen.engine.output_processor import OutputProcessor, OutputTokenizer
+from batchgen.errors import EngineError
+from batchgen.outputs import RequestOutput
+
+_GRACE_S = 2.0
+
+
+class ChildClient:
+    """An EngineClient whose engine lives in a child and dies with this process, or with this object.
+
+    Args:
+        config: settings of the engine.
+        tokenizer: makes text of tokens, here; the child needs none.
+        executor: "module:function" from EngineConfig to Executor, imported in the child. Tests put in one
+            without a model.
+        on_loading: called with what the child is about to do while it loads.
+
+    Raises:
+        BatchgenError: what the child raised while loading, of the same class.
+        EngineError: the child died while loading.
+    """
+
+    info: EngineInfo
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: OutputTokenizer,
+        *,
+        executor: str = DEFAULT_EXECUTOR,
+        on_loading: Callable[[str], None] | None = None,
+    ):
+        hello = Hello(
+            config=config,
+            executor=executor,
+            tokenizer_eos_ids=tuple(tokenizer.eos_token_ids),
+            parent_pid=os.getpid(),
+            log_level=logging.getLogger("batchgen").getEffectiveLevel(),
+        )
+        self._processor = OutputProcessor(tokenizer)
+        self._outputs: list[RequestOutput] = []
+        self._stats = EngineStats()
+        self._asked_stats: EngineStats | None = None
+        self._death: str | None = None
+        self._process = ChildProcess(hello)
+        self._finalizer = weakref.finalize(self, self._process.kill)
+        try:
+            self.info = self._wait_until_ready(on_loading)
+        except BaseException:
+            self._process.kill()
+            raise
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request."""
+        self._check_alive()
+        self._process.send("add", self._processor.add(request))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop requests."""
+        self._check_alive()
+        dropped = self._processor.drop(request_ids)
+        if dropped:
+            gone = set(dropped)
+            self._outputs = [output for output in self._outputs if output.request_id not in gone]
+            self._process.send("abort", dropped)
+
+    def poll(self, timeout_s: float | None = None) -> list[RequestOutput]:
+        """Outputs since the last call; waits for one at most `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._take_ready()
+        while not self._outputs and self._processor.has_requests and self._take_next(deadline):
+            self._take_ready()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def in_flight(self) -> list[str]:
+        """Ids of requests not finished; still known after the child's death."""
+        return self._processor.in_flight()
+
+    def stats(self, with_block_map: bool = False) -> EngineStats:
+        """The newest snapshot. With a block map the child is asked, which waits for the end of its step."""
+        self._take_ready()
+        if with_block_map:
+            self._asked_stats = None
+            self._process.send("stats", True)
+            while self._asked_stats is None:
+                self._take_next(None)
+            return self._asked_stats
+        return self._stats
+
+    def set_limits(self, limits: Limits) -> None:
+        """Change limits from the next step on."""
+        self._check_alive()
+        self._process.send("set_limits", limits)
+
+    def pause(self) -> None:
+        """Stop scheduling; what is in flight stays where it is."""
+        self._check_alive()
+        self._process.send("pause")
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._check_alive()
+        self._process.send("resume")
+
+    def shutdown(self) -> None:
+        """End the child; its memory is free when this returns. May be called twice."""
+        self._death = self._death or "was shut down"
+        self._process.close(_GRACE_S)
+
+    def _wait_until_ready(self, on_loading: Callable[[str], None] | None) -> EngineInfo:
+        while True:
+            packet = self._process.packets.get()
+            if packet is None:
+                raise EngineError(
+                    f"the engine process died while loading: it {self._process.cause_of_death()}"
+                )
+            kind, content = packet
+            if kind == wire.READY:
+                info: EngineInfo = content
+                return info
+            if kind == wire.LOADING and on_loading is not None:
+                on_loading(content)
+            if kind == wire.FAILED:
+                raise wire.decode_error(content)
+
+    def _take_ready(self) -> None:
+        """Take in all packets that are there."""
+        while not self._process.packets.empty():
+            self._take_next(None)
+        self._check_alive(with_outputs=False)
+
+    def _take_next(self, deadline: float | None) -> bool:
+        """Wait for one packet and take it in; False when there was none in time."""
+        try:
+            timeout_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            packet = self._process.packets.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        if packet is None:
+            self._death = self._death or self._process.cause_of_death()
+            self._check_alive(with_outputs=False)
+        else:
+            self._take(*packet)
+        return True
+
+    def _take(self, kind: str, content: Any) -> None:
+        if kind == wire.STATS:
+            self._asked_stats = self._stats = content
+            return
+        encoded, stats = content
+        self._stats = stats or self._stats
+        outputs, ended = self._processor.process(wire.decode_outputs(encoded))
+        self._outputs += outputs
+        if ended:
+            self._process.send("abort_samples", ended)
+
+    def _check_alive(self, with_outputs: bool = True) -> None:
+        """Raise EngineError once the child is known to be dead; what came before is handed out first."""
+        if self._death is not None and (with_outputs or not self._outputs):
+            raise EngineError(f"the engine process {self._death}")

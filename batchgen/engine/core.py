@@ -1,0 +1,190 @@
+"""EngineCore: the loop that joins scheduler and executor, driven by one thread through few messages."""
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+
+from batchgen.config import EngineConfig
+from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, Limits, SampleOutput
+from batchgen.engine.metrics import snapshot
+from batchgen.engine.policy import POLICIES
+from batchgen.engine.prefix_cache import cache_root
+from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.watchdog import Watchdog
+from batchgen.errors import ConfigError, EngineError
+from batchgen.outputs import FailureCode, RowFailure
+from batchgen.worker.executor import Executor
+
+log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """One engine: requests go in by `add`, `step` computes and gives back what is new.
+
+    Args:
+        config: as the caller wrote it; what was left to us is taken from the executor's `resolved`.
+        executor: a loaded model.
+        tokenizer_eos_ids: end-of-sequence ids of the tokenizer, joined with the model's own.
+        load_s: how long loading took, for `info`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        tokenizer_eos_ids: Iterable[int] = (),
+        load_s: float = 0.0,
+    ):
+        loaded = executor.info
+        resolved = {**config.to_engine_args(), **loaded.resolved}
+        eos_token_ids = tuple(sorted({*loaded.eos_token_ids, *tokenizer_eos_ids}))
+        self.executor = executor
+        self.info = EngineInfo(
+            model=config.model.model,
+            architecture=loaded.architecture,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=eos_token_ids,
+            num_blocks=loaded.num_blocks,
+            block_size=resolved["block_size"],
+            reproducible=loaded.reproducible,
+            resolved=resolved,
+            decisions=loaded.decisions,
+            environment=loaded.environment,
+            load_s=load_s,
+            pid=os.getpid(),
+        )
+        self.is_paused = False
+        self._kv_dtype = str(resolved["kv_cache_dtype"])
+        self._blocks = BlockManager(
+            loaded.num_blocks,
+            resolved["block_size"],
+            num_groups=loaded.num_groups,
+            enable_prefix_caching=resolved["enable_prefix_caching"],
+        )
+        self._scheduler = Scheduler(
+            self._blocks,
+            max_num_seqs=resolved["max_num_seqs"],
+            max_num_batched_tokens=resolved["max_num_batched_tokens"],
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=eos_token_ids,
+            policy=POLICIES[resolved["scheduling_policy"]],
+        )
+        self._watchdog = Watchdog(self._describe_running)
+        log.info("end-of-sequence ids: %s", ", ".join(map(str, eos_token_ids)) or "none")
+        self._warn_of_small_pool()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` could do something: a request is unfinished and the engine is not paused."""
+        return not self.is_paused and self._scheduler.has_work
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. One that can never run is answered by the next `step` with a row failure."""
+        unbuilt = "adapters" if request.adapter is not None else "features" if request.features else None
+        failure = None
+        if unbuilt:
+            failure = RowFailure(
+                FailureCode.INVALID_PARAMETER, f"{unbuilt} are not built yet; leave them out"
+            )
+        root = cache_root(cache_salt=request.cache_salt, features=request.features, kv_dtype=self._kv_dtype)
+        self._scheduler.add(request, root, failure)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests: nothing more is heard of them. Unknown or finished ids are ignored."""
+        for request_id in request_ids:
+            self._scheduler.table.drop(request_id)
+
+    def abort_samples(self, samples: Iterable[tuple[str, int]]) -> None:
+        """Drop single samples, given as (request id, index); the caller has seen enough of them."""
+        for request_id, index in samples:
+            self._scheduler.table.drop_sample(request_id, index)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Change limits from the next step on."""
+        self._scheduler.set_limits(limits)
+
+    def pause(self) -> None:
+        """Compute nothing until `resume`; what is in flight keeps its blocks."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.is_paused = False
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter."""
+        raise ConfigError(f"adapter {name!r} ({path}): LoRA adapters are not built yet")
+
+    def stats(self, with_block_map: bool = False) -> EngineStats:
+        """The numbers of this moment."""
+        return snapshot(self._scheduler, is_paused=self.is_paused, with_block_map=with_block_map)
+
+    def step(self) -> list[SampleOutput]:
+        """Compute one step and tell what is new.
+
+        Raises:
+            BaseException: whatever the executor raises, an interrupt included. The step is then forgotten,
+                and those who ran are recomputed by the following steps.
+        """
+        if self.is_paused:
+            return self._scheduler.take_outputs()
+        plan = self._scheduler.schedule()
+        if not plan.sequences:
+            outputs = self._scheduler.take_outputs()
+            if not outputs and self._scheduler.has_work:
+                outputs = self._fail_stuck()
+            return outputs
+        started = time.perf_counter()
+        self._watchdog.begin()
+        try:
+            result = self.executor.execute(plan)
+        except BaseException:
+            self._scheduler.abandon_steps()
+            raise
+        finally:
+            self._watchdog.end()
+        outputs = self._scheduler.update(result)
+        self._scheduler.counters.step_time_s += time.perf_counter() - started
+        return outputs
+
+    def shutdown(self) -> None:
+        """Free the model. May be called twice."""
+        self._watchdog.stop()
+        self.executor.shutdown()
+
+    def _fail_stuck(self) -> list[SampleOutput]:
+        """End the request for which nothing can be scheduled though nothing is under way."""
+        table, pool = self._scheduler.table, self._blocks.pool
+        head = table.waiting.head() or next(iter(table.running), None)
+        if head is None:
+            raise EngineError(f"requests {list(table.requests)[:5]} are in no queue")
+        message = (
+            f"request {head.request.request_id} cannot move: it needs "
+            f"{self._blocks.blocks_for(head.num_tokens)} blocks, "
+            f"{pool.num_free} of {pool.num_blocks} are free, {len(table.running)} sequences run, "
+            f"{len(table.waiting)} wait"
+        )
+        log.error("%s; it is given up", message)
+        table.fail(head.request, RowFailure(FailureCode.ENGINE_ERROR, message))
+        return self._scheduler.take_outputs()
+
+    def _describe_running(self) -> str:
+        running = self._scheduler.table.running.copy()
+        names = ", ".join(sequence.request.request_id for sequence in running[:5])
+        return f"{len(running)} sequences, of requests {names}{' …' if len(running) > 5 else ''}"
+
+    def _warn_of_small_pool(self) -> None:
+        capacity = self.info.num_blocks // self._blocks.num_groups * self.info.block_size
+        if capacity < self.info.max_model_len:
+            log.warning(
+                "the KV cache holds %d tokens, fewer than max_model_len (%d): a longer sequence ends with an "
+                "error; give it more memory (kv_cache_memory_bytes, gpu_memory_utilization or "
+                "num_gpu_blocks_override) or lower max_model_len",
+                capacity,
+                self.info.max_model_len,
+            )

@@ -1,0 +1,68 @@
+"""InProcessClient: an engine in the caller's own process, computed inside `poll`."""
+
+import time
+from collections.abc import Sequence
+
+from batchgen.engine.core import EngineCore
+from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, Limits
+from batchgen.engine.output_processor import OutputProcessor, OutputTokenizer
+from batchgen.outputs import RequestOutput
+
+
+class InProcessClient:
+    """An EngineClient without a second process: steps are computed while the caller waits in `poll`.
+
+    An exception of the model comes out of `poll` as it is; the engine stays usable, requests stay in flight.
+    """
+
+    info: EngineInfo
+
+    def __init__(self, core: EngineCore, tokenizer: OutputTokenizer):
+        self.info = core.info
+        self._core = core
+        self._processor = OutputProcessor(tokenizer)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request."""
+        self._core.add(self._processor.add(request))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop requests."""
+        self._core.abort(self._processor.drop(request_ids))
+
+    def poll(self, timeout_s: float | None = None) -> list[RequestOutput]:
+        """Compute steps until there is an output, nothing to do, or `timeout_s` is over."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        outputs: list[RequestOutput] = []
+        while not outputs and self._core.has_work:
+            outputs, ended = self._processor.process(self._core.step())
+            self._core.abort_samples(ended)
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+        if self._core.is_paused and deadline is not None and self._processor.has_requests:
+            time.sleep(max(deadline - time.monotonic(), 0.0))
+        return outputs
+
+    def in_flight(self) -> list[str]:
+        """Ids of requests not finished."""
+        return self._processor.in_flight()
+
+    def stats(self, with_block_map: bool = False) -> EngineStats:
+        """The numbers of this moment."""
+        return self._core.stats(with_block_map)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Change limits from the next step on."""
+        self._core.set_limits(limits)
+
+    def pause(self) -> None:
+        """Let `poll` compute nothing until `resume`; without a timeout it then returns at once."""
+        self._core.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._core.resume()
+
+    def shutdown(self) -> None:
+        """Free the model."""
+        self._core.shutdown()

@@ -1,0 +1,66 @@
+"""Request: what one row asks of the engine, as the core keeps it while any of its samples is unfinished."""
+
+from array import array
+
+from batchgen.engine.messages import EngineRequest
+
+
+class Request:
+    """One ask: a prompt, how to draw, and what ends a sample.
+
+    Args:
+        source: the message it came in.
+        arrival: running number; smaller came first.
+        max_total_tokens: prompt and generated tokens at which a sample ends with `length`.
+        eos_token_ids: the model's end-of-sequence ids.
+        vocab_size: ids from here on do not exist; stop ids beyond are dropped.
+        cache_root: first link of the prefix cache's hash chain (see `prefix_cache.cache_root`).
+    """
+
+    __slots__ = (
+        "arrival",
+        "cache_root",
+        "eos_ids",
+        "is_forked",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_unfinished",
+        "params",
+        "prompt",
+        "request_id",
+        "seed",
+        "source",
+        "stop_ids",
+        "streams",
+    )
+
+    def __init__(
+        self,
+        source: EngineRequest,
+        arrival: int,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        cache_root: bytes,
+    ):
+        params = source.params
+        self.source = source
+        self.request_id = source.request_id
+        self.params = params
+        self.seed = source.seed
+        self.streams = source.streams
+        self.arrival = arrival
+        self.cache_root = cache_root
+        self.prompt = array("i")
+        self.prompt.frombytes(source.prompt_token_ids)
+        limit = max_model_len if params.max_tokens is None else len(self.prompt) + params.max_tokens
+        self.max_total_tokens = min(limit, max_model_len)
+        self.eos_ids = frozenset() if params.ignore_eos else eos_token_ids
+        # What is kept from being drawn before `min_tokens`; an id that the logits do not have needs no mask.
+        self.stop_ids = frozenset(
+            token for token in self.eos_ids.union(params.stop_token_ids) if token < vocab_size
+        )
+        self.num_unfinished = params.n
+        self.num_cached_tokens = 0
+        self.is_forked = params.n == 1

@@ -1,0 +1,42 @@
+"""start_engine: the one way to an EngineClient, whatever is behind it."""
+
+from collections.abc import Callable
+
+from batchgen.config import EngineConfig
+from batchgen.engine.client import EngineClient
+from batchgen.engine.output_processor import OutputTokenizer
+
+
+def start_engine(
+    config: EngineConfig,
+    tokenizer: OutputTokenizer,
+    *,
+    in_process: bool = False,
+    on_loading: Callable[[str], None] | None = None,
+) -> EngineClient:
+    """Start an engine and wait until it is ready.
+
+    Args:
+        config: its settings; a model `echo:` needs no model and runs here.
+        tokenizer: makes text of tokens on this side.
+        in_process: compute in this process instead of in a child.
+        on_loading: called with what is about to be loaded.
+
+    Raises:
+        ConfigError, ModelError, CapacityError: as the loader raised them, wherever it ran.
+        EngineError: the child died while loading.
+    """
+    if config.model.model.startswith("echo:"):
+        from batchgen.echo import EchoEngine
+
+        return EchoEngine.from_config(config)
+    if in_process:
+        from batchgen.engine.in_process import InProcessClient
+        from batchgen.engine.loading import load_core
+
+        if on_loading is not None:
+            on_loading(f"loading {config.model.model}")
+        return InProcessClient(load_core(config, tokenizer_eos_ids=tokenizer.eos_token_ids), tokenizer)
+    from batchgen.engine.child_client import ChildClient
+
+    return ChildClient(config, tokenizer, on_loading=on_loading)

@@ -1,0 +1,93 @@
+"""The wire between a client and its engine child: length-prefixed pickles over pipes.
+
+Caller to child: a list of (command, argument), the commands of EngineCore. Child to caller: one (kind,
+    content) a
+step. Both ends are the same user's own processes, so pickle is safe here.
+"""
+
+import os
+import pickle
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import batchgen.errors
+from batchgen.engine.messages import SampleOutput
+from batchgen.errors import BatchgenError, EngineError
+
+# Kinds of messages from the child.
+LOADING = "loading"  # str: what it is about to do
+READY = "ready"  # EngineInfo
+FAILED = "failed"  # (class name, message): loading failed
+STEP = "step"  # (list of encoded SampleOutput, EngineStats or None)
+STATS = "stats"  # EngineStats that was asked for
+
+_LENGTH = struct.Struct("<Q")
+
+
+def encode(message: Any) -> bytes:
+    """A message as bytes with its length in front."""
+    content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(content)) + content
+
+
+def write(fd: int, packet: bytes) -> None:
+    """Write a packet whole; OSError when the other end is gone."""
+    view = memoryview(packet)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read(fd: int) -> bytes | None:
+    """The content of the next packet; None when the other end is gone. Waits."""
+    head = _read_exactly(fd, _LENGTH.size)
+    return None if head is None else _read_exactly(fd, _LENGTH.unpack(head)[0])
+
+
+def _read_exactly(fd: int, size: int) -> bytes | None:
+    parts = []
+    while size:
+        part = os.read(fd, min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def encode_outputs(outputs: Iterable[SampleOutput]) -> list[tuple[Any, ...]]:
+    """SampleOutputs as tuples, which pickle several times as fast: the engine loop pays for it."""
+    return [
+        (
+            output.request_id,
+            output.index,
+            output.token_ids,
+            output.finish_reason and str(output.finish_reason),
+            output.stop_reason,
+            output.num_cached_tokens,
+            output.error,
+            output.serial,
+        )
+        for output in outputs
+    ]
+
+
+def decode_outputs(encoded: Iterable[tuple[Any, ...]]) -> list[SampleOutput]:
+    """The SampleOutputs of `encode_outputs`."""
+    return [SampleOutput(*values) for values in encoded]
+
+
+def encode_error(error: BaseException) -> tuple[str, str]:
+    """An exception by class name and message; its own pickling may need arguments that are gone."""
+    return type(error).__name__, str(error) or repr(error)
+
+
+def decode_error(encoded: tuple[str, str]) -> BatchgenError:
+    """The same exception if it is one of ours, else an EngineError that names it."""
+    name, message = encoded
+    kind = getattr(batchgen.errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, BatchgenError)):
+        return EngineError(f"the engine could not start: {name}: {message}")
+    error = kind.__new__(kind)
+    error.args = (message,)
+    return error
