@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchgen.errors import ShapeError
+
 DTYPES = {
     "float64": torch.float64,  # only the reference backend: the truth that tests compare with
     "float32": torch.float32,
@@ -74,6 +76,30 @@ class AttentionMeta:
     max_query_len: int
     max_seq_len: int
     num_common_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        """Check what kernels rely on, once for all layers of a step.
+
+        Raises:
+            ShapeError: shapes disagree, or a tensor is not a contiguous int32 one.
+        """
+        tensors = (self.query_start_loc, self.seq_lens, self.block_tables, self.slot_mapping)
+        sequences = self.seq_lens.shape[0] if self.seq_lens.dim() == 1 else -1
+        if (
+            any(tensor.dtype is not torch.int32 or not tensor.is_contiguous() for tensor in tensors)
+            or len({tensor.device for tensor in tensors}) > 1
+            or self.query_start_loc.shape != (sequences + 1,)
+            or self.block_tables.dim() != 2
+            or self.block_tables.shape[0] != sequences
+            or self.slot_mapping.dim() != 1
+        ):
+            names = ("query_start_loc [S + 1]", "seq_lens [S]", "block_tables [S, M]", "slot_mapping [T]")
+            given = (
+                f"{n}: {list(t.shape)} {t.dtype} {t.device}" for n, t in zip(names, tensors, strict=True)
+            )
+            raise ShapeError(
+                f"AttentionMeta wants contiguous int32 tensors on one device; got {'; '.join(given)}"
+            )
 
 
 def torch_dtype(name: str) -> torch.dtype:

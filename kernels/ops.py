@@ -20,7 +20,7 @@ from batchgen.kernels.backend import (
     PackedLinear,
     select,
 )
-from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV, torch_dtype
 
 __all__ = ["Choice", "Kernels", "PackedLinear", "choose"]
 
@@ -53,7 +53,7 @@ def choose(
     if choices["store_kv"].backend != choices["attention"].backend:
         owner = choices["attention"].backend
         choices["store_kv"] = Choice(owner, "attention reads its layout")
-    return Kernels(choices)
+    return Kernels(choices, torch_dtype(dtype))
 
 
 class Kernels:
@@ -61,6 +61,7 @@ class Kernels:
 
     Args:
         choices: operation -> the backend that serves it.
+        dtype: dtype of the activations.
 
     All operations compute sums in float32 (float64 for float64 input) and return the dtype of their first
     argument. An `out` that is given must be contiguous and receives the result; it never overlaps an input.
@@ -68,8 +69,9 @@ class Kernels:
     different devices.
     """
 
-    def __init__(self, choices: Mapping[str, Choice]):
+    def __init__(self, choices: Mapping[str, Choice], dtype: torch.dtype):
         self.choices = dict(choices)
+        self.dtype = dtype
         backends: dict[str, KernelBackend] = {
             op: BACKENDS.get(choice.backend) for op, choice in choices.items()
         }
@@ -108,7 +110,7 @@ class Kernels:
 
         Rows of x are dense; the stride between them is free. T may be 0.
         """
-        checks.check_linear(x, packed, out)
+        checks.check_linear(self.dtype, x, packed, out)
         return self._linear(x, packed, out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -120,7 +122,7 @@ class Kernels:
         Returns: like x, contiguous: x / sqrt(mean(x², last) + eps) * weight.
         Source: Zhang and Sennrich 2019, arXiv:1910.07467.
         """
-        checks.check_rows("rms_norm", x, weight, out)
+        checks.check_rows("rms_norm", self.dtype, x, weight, out)
         return self._rms_norm(x, weight, eps, out)
 
     def add_rms_norm(
@@ -133,8 +135,8 @@ class Kernels:
 
         Returns: (rms_norm(x + residual) [T, E], residual).
         """
-        checks.check_residual(x, residual)
-        checks.check_rows("add_rms_norm", x, weight, out)
+        checks.check_residual(self.dtype, x, residual)
+        checks.check_rows("add_rms_norm", self.dtype, x, weight, out)
         return self._add_rms_norm(x, residual, weight, eps, out)
 
     def rotary(
@@ -151,12 +153,12 @@ class Kernels:
         Raises: KernelError if a position is outside of cos_sin.
         Source: Su et al. 2021, arXiv:2104.09864.
         """
-        checks.check_rotary(query, key, positions, cos_sin)
+        checks.check_rotary(self.dtype, query, key, positions, cos_sin)
         self._rotary(query, key, positions, cos_sin, is_neox)
 
     def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """Gate: gate_up [T, 2I] = (gate, up) -> silu(gate) * up, [T, I]. The stride between rows is free."""
-        checks.check_silu_mul(gate_up, out)
+        checks.check_silu_mul(self.dtype, gate_up, out)
         return self._silu_mul(gate_up, out)
 
     def kv_block_bytes(self, spec: KVCacheSpec) -> int:
@@ -215,7 +217,7 @@ class Kernels:
     def copy_blocks(self, kv: LayerKV, pairs: Tensor) -> None:
         """Copy whole blocks: pairs [P, 2] int64, (source, target).
 
-        All sources are read before a target is written. Needs no layout: the block is the outermost dimension.
+        All sources are read before a target is written. No layout is needed: the block is outermost.
         """
         if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype != torch.int64:
             raise ShapeError(

@@ -14,7 +14,7 @@ from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
 UNIT = 16  # tokens, or dimensions, that the kernels count in (simd.h)
 
 _ATTENTION_ERRORS = {
-    -1: "a sequence is longer than its block table, or shorter than its queries",
+    -1: "query_start_loc, seq_lens and the block tables disagree",
     -2: "a block table points outside of the pool",
     -4: "out of memory for scratch space",
 }
@@ -211,11 +211,10 @@ class CpuBackend(KernelBackend):
         spec = kv.spec
         block, offset = slots.long() // spec.block_size, slots.long() % spec.block_size
         heads = kv.data.view(kv.num_blocks, spec.num_kv_heads, -1)
-        keys, values = heads.split(
-            (spec.head_dim * spec.block_size, _value_dim(spec) * spec.block_size), dim=2
-        )
-        keys = keys.unflatten(2, (spec.head_dim, spec.block_size))[block, :, :, offset]
-        values = values.unflatten(2, (spec.block_size, -1))[block, :, offset, : spec.head_dim]
+        key_floats = spec.head_dim * spec.block_size
+        keys, values = heads[:, :, :key_floats], heads[:, :, key_floats:]
+        keys = keys.reshape(*keys.shape[:2], spec.head_dim, spec.block_size)[block, :, :, offset]
+        values = values.reshape(*values.shape[:2], spec.block_size, -1)[block, :, offset, : spec.head_dim]
         return keys, values
 
     @override
@@ -241,6 +240,7 @@ class CpuBackend(KernelBackend):
             spec.block_size,
             spec.num_kv_heads,
             spec.head_dim,
+            query.shape[0],
             meta.query_start_loc.data_ptr(),
             meta.seq_lens.data_ptr(),
             tables.data_ptr(),

@@ -371,13 +371,14 @@ static int64_t cut(const Cache *cache, const Batch *batch, int64_t tile, Item *i
 
 /* Writes out [T, heads, head_dim]. Returns 0 or an error. */
 int64_t bg_attention(const float *query, int64_t query_stride, int64_t heads, float *data, int64_t num_blocks,
-                     int64_t block_size, int64_t kv_heads, int64_t head_dim, const int32_t *starts,
-                     const int32_t *lengths, const int32_t *tables, int64_t sequences, int64_t table_stride,
+                     int64_t block_size, int64_t kv_heads, int64_t head_dim, int64_t tokens,
+                     const int32_t *starts, const int32_t *lengths, const int32_t *tables, int64_t sequences, int64_t table_stride,
                      float scale, float soft_cap, int64_t window, float *out, int threads) {
     Cache cache = cache_of(data, num_blocks, block_size, kv_heads, head_dim);
     Batch batch = {query, query_stride, heads, starts, lengths, tables, sequences, table_stride,
                    scale, soft_cap, window, out};
     int64_t group = heads / kv_heads, tile = at_least(TILE_ROWS / group, 1), rows = tile * group;
+    if (starts[0] != 0 || starts[sequences] != tokens) return BAD_LENGTH;
     int64_t count = cut(&cache, &batch, tile, 0);
     if (count <= 0) return count;
 

@@ -1,4 +1,4 @@
-"""Compiles the C sources of this folder into a shared library, once per machine and version of the sources."""
+"""Compiles the C sources of this folder into a shared library, once per machine and version of them."""
 
 import hashlib
 import os
@@ -35,8 +35,8 @@ def library_path(cache_dir: Path | None = None, flags: Sequence[str] = FLAGS) ->
     Processes may build at the same time: each compiles into a file of its own and renames it.
 
     Args:
-        cache_dir: where libraries are kept; by default the user's cache folder, or a fresh temporary folder if that
-            cannot be written.
+        cache_dir: where libraries are kept; by default the user's cache folder, or a fresh temporary
+            folder if that cannot be written.
         flags: flags of the compiler.
 
     Raises:

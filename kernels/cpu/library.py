@@ -21,7 +21,7 @@ _SIGNATURES: dict[str, str] = {  # p pointer, n size or stride, i int, f float; 
     "bg_rotary": "pnnpnnnpnpnnii:n",
     "bg_silu_mul": "pnpnni:",
     "bg_store_kv": "pnpnpnpnnnni:n",
-    "bg_attention": "pnnpnnnnpppnnffnpi:n",
+    "bg_attention": "pnnpnnnnnpppnnffnpi:n",
 }
 _TYPES = {"p": _POINTER, "n": _SIZE, "i": _INT, "f": _FLOAT}
 
