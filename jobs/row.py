@@ -27,11 +27,15 @@ class SourceBatch:
         columns: the pass-through columns, in the source's declared schema. A row that could not be read is there,
             all null.
         failures: offset in the batch -> why that row could not be read.
+        warnings: offset in the batch -> what was mended in that row, for its `warnings` column.
+        json_text: column -> offsets of the rows whose value there was no text and is kept as JSON text.
     """
 
     start: RowPosition
     columns: pa.RecordBatch
     failures: Mapping[int, RowFailure] = field(default_factory=dict)
+    warnings: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    json_text: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(self.columns.num_rows)
