@@ -42,7 +42,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file, memory-mapped: `metadata`, `tensors`, and the raw bytes of each.
+    """A GGUF file, memory-mapped: key-values by `get`, `tensors`, and the raw bytes of each.
 
     Raises:
         ModelError: not a GGUF file, a version or byte order that is not read, or a file cut short.
@@ -50,7 +50,8 @@ class GGUFFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.metadata: dict[str, Any] = {}
+        # Key -> where its value begins and ends. Arrays are only decoded when they are asked for: a vocabulary
+        # takes more memory as Python strings than as bytes.
         self._spans: dict[str, tuple[int, int]] = {}
         with open(self.path, "rb") as file:
             if self.path.stat().st_size < 24:
@@ -62,13 +63,18 @@ class GGUFFile:
             raise ModelError(f"{self.path}: damaged or cut-off GGUF file ({error})") from error
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or `default`."""
-        return self.metadata.get(key, default)
+        """The value of a key, or `default`; an array as a new list."""
+        return self._value(self._spans[key][0])[0] if key in self._spans else default
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._spans
 
     def raw(self, tensor: GGUFTensor, num_bytes: int) -> memoryview:
         """The stored bytes of a tensor, without a copy."""
         if tensor.offset + num_bytes > len(self._bytes):
-            raise ModelError(f"{self.path}: tensor {tensor.name!r} reaches past the end of the file; it is cut off")
+            raise ModelError(
+                f"{self.path}: tensor {tensor.name!r} reaches past the end of the file; it is cut off"
+            )
         return memoryview(self._bytes)[tensor.offset : tensor.offset + num_bytes]
 
     def forget(self) -> None:
@@ -92,13 +98,14 @@ class GGUFFile:
             raise ModelError(f"{self.path}: not a GGUF file (it begins with {bytes(data[:4])!r})")
         (version,) = _U32.unpack_from(data, 4)
         if version not in (2, 3):
-            raise ModelError(f"{self.path}: GGUF version {version} (or byte order) is not read; only 2 and 3 are")
+            raise ModelError(
+                f"{self.path}: GGUF version {version} (or byte order) is not read; only 2 and 3 are"
+            )
         num_tensors, num_values = struct.unpack_from("<QQ", data, 8)
         at = 24
         for _ in range(num_values):
             key, at = self._string(at)
-            begin = at
-            self.metadata[key], at = self._value(at)
+            begin, at = at, self._end_of_value(at)
             self._spans[key] = (begin, at)
         directory = []
         for _ in range(num_tensors):
@@ -109,9 +116,11 @@ class GGUFFile:
             type_id, offset = struct.unpack_from("<IQ", data, at)
             at += 12
             directory.append((name, tuple(reversed(shape)), type_id, offset))
-        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        alignment = self.get("general.alignment", DEFAULT_ALIGNMENT)
         start = -(-at // alignment) * alignment
-        return {name: GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in directory}
+        return {
+            name: GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in directory
+        }
 
     def _string(self, at: int) -> tuple[str, int]:
         (length,) = _U64.unpack_from(self._bytes, at)
@@ -119,6 +128,25 @@ class GGUFFile:
         if end > len(self._bytes):
             raise IndexError("a string reaches past the end")
         return self._bytes[begin:end].decode("utf-8"), end
+
+    def _end_of_value(self, at: int) -> int:
+        (kind,) = _U32.unpack_from(self._bytes, at)
+        if kind != _ARRAY:
+            return self._scalar(kind, at + 4)[1]
+        item, count = struct.unpack_from("<IQ", self._bytes, at + 4)
+        at += 16
+        if item in _SCALARS:
+            at += count * struct.calcsize("<" + _SCALARS[item])
+        elif item == _STRING:
+            # A vocabulary has 10^5 of them: a tight loop over local names.
+            data, unpack = self._bytes, _U64.unpack_from
+            for _ in range(count):
+                at += 8 + unpack(data, at)[0]
+        else:
+            raise ModelError(f"{self.path}: arrays of value type {item} are not read")
+        if at > len(self._bytes):
+            raise IndexError("an array reaches past the end")
+        return at
 
     def _value(self, at: int) -> tuple[Any, int]:
         (kind,) = _U32.unpack_from(self._bytes, at)
@@ -137,21 +165,13 @@ class GGUFFile:
         return layout.unpack_from(self._bytes, at)[0], at + layout.size
 
     def _array(self, kind: int, count: int, at: int) -> tuple[list[Any], int]:
-        if kind == _STRING:
-            return self._string_array(count, at)
-        if kind not in _SCALARS:
-            raise ModelError(f"{self.path}: arrays of value type {kind} are not read")
-        layout = f"<{count}{_SCALARS[kind]}"
-        return list(struct.unpack_from(layout, self._bytes, at)), at + struct.calcsize(layout)
-
-    def _string_array(self, count: int, at: int) -> tuple[list[Any], int]:
-        # A vocabulary has 10^5 of them: a tight loop over local names.
-        data, unpack, size = self._bytes, _U64.unpack_from, len(self._bytes)
+        if kind != _STRING:
+            layout = f"<{count}{_SCALARS[kind]}"
+            return list(struct.unpack_from(layout, self._bytes, at)), at + struct.calcsize(layout)
+        data, unpack = self._bytes, _U64.unpack_from
         strings = []
         for _ in range(count):
             begin = at + 8
             at = begin + unpack(data, at)[0]
-            if at > size:
-                raise IndexError("a string reaches past the end")
             strings.append(data[begin:at].decode("utf-8"))
         return strings, at

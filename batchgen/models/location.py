@@ -107,7 +107,9 @@ def _folder(path: Path, name: str, commit: str | None = None) -> ModelLocation:
 def _file_in_package(model: str) -> Path:
     package, _, file_name = model.removeprefix(PACKAGE_PREFIX).partition("/")
     if not package or not file_name:
-        raise ConfigError(f"model {model!r}: write package:NAME/FILE, the file inside an installed Python package")
+        raise ConfigError(
+            f"model {model!r}: write package:NAME/FILE, the file inside an installed Python package"
+        )
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):
@@ -123,7 +125,9 @@ def _file_in_package(model: str) -> Path:
         if (folder / file_name).is_file():
             return folder / file_name
     files = [file.name for folder in folders for file in sorted(folder.glob("*.gguf"))]
-    raise ConfigError(f"model {model!r}: the package has no such file; it has: {', '.join(files) or 'no GGUF file'}")
+    raise ConfigError(
+        f"model {model!r}: the package has no such file; it has: {', '.join(files) or 'no GGUF file'}"
+    )
 
 
 def _may_be_hub_id(model: str) -> bool:
@@ -164,7 +168,9 @@ def _from_hub(model: str, revision: str | None, tokenizer_only: bool) -> ModelLo
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         at = f" at revision {revision!r}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model {model!r}: no such folder here, and not to be had from the hub{at}: {reason}") from error
+        raise ConfigError(
+            f"model {model!r}: no such folder here, and not to be had from the hub{at}: {reason}"
+        ) from error
     return _folder(path, model, _commit_of(path))
 
 

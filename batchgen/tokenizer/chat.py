@@ -81,7 +81,9 @@ class ChatTemplate:
         chat = [_plain_message(message, number) for number, message in enumerate(_sequence(messages))]
         if continue_final_message:
             if add_generation_prompt:
-                raise TemplateError("add_generation_prompt and continue_final_message exclude each other; set one to false")
+                raise TemplateError(
+                    "add_generation_prompt and continue_final_message exclude each other; set one to false"
+                )
             if not chat or not isinstance(chat[-1].get("content"), str):
                 raise InputError("continue_final_message needs a last message with text content")
             chat[-1]["content"] += _CONTINUE_HERE
@@ -92,7 +94,15 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise TemplateError(f"chat template: {error.message or type(error).__name__}") from error
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
         return _cut_at_mark(text) if continue_final_message else text
 
@@ -116,7 +126,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML characters, which a prompt must not have.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:
@@ -136,7 +148,9 @@ def _sequence(messages: Any) -> Sequence[Any]:
 def _plain_message(message: Any, number: int) -> dict[str, Any]:
     """A message as templates expect it: no null keys, content one string, reasoning under its usual names."""
     if not isinstance(message, Mapping):
-        raise InputError(f"message {number} must be a mapping with 'role' and 'content', not {type(message).__name__}")
+        raise InputError(
+            f"message {number} must be a mapping with 'role' and 'content', not {type(message).__name__}"
+        )
     plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
     if not isinstance(plain.get("role"), str):
         raise InputError(f"message {number} has no 'role'")
@@ -152,7 +166,9 @@ def _text_of(content: Any, number: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise InputError(f"message {number}: content must be text or a list of parts, not {type(content).__name__}")
+        raise InputError(
+            f"message {number}: content must be text or a list of parts, not {type(content).__name__}"
+        )
     if not content:
         raise InputError(f"message {number}: content is an empty list of parts")
     texts = []
@@ -161,7 +177,9 @@ def _text_of(content: Any, number: int) -> str:
         text = part if isinstance(part, str) else part.get("text") if kind == "text" else None
         if not isinstance(text, str):
             what = f"type {kind!r}" if kind not in (None, "text") else f"no text ({type(part).__name__})"
-            raise InputError(f"message {number}, part {index}: {what}; only parts of type 'text' are understood")
+            raise InputError(
+                f"message {number}, part {index}: {what}; only parts of type 'text' are understood"
+            )
         texts.append(text)
     return PART_JOINER.join(texts)
 
@@ -185,5 +203,7 @@ def _plain(value: Any) -> Any:
 def _cut_at_mark(text: str) -> str:
     at = text.rfind(_CONTINUE_HERE[0])
     if at < 0:
-        raise TemplateError("continue_final_message: the chat template leaves out the end of the last message")
+        raise TemplateError(
+            "continue_final_message: the chat template leaves out the end of the last message"
+        )
     return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()

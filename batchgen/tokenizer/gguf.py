@@ -31,7 +31,7 @@ def build_from_gguf(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
             f"{file.path.name}: tokenizer of kind {kind!r} is not built (built: {', '.join(sorted(_BUILDERS))}); "
             f"give the original model as `tokenizer`"
         )
-    tokens: list[str] = file.metadata["tokenizer.ggml.tokens"]
+    tokens: list[str] = file.get("tokenizer.ggml.tokens")
     types: list[int] = file.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     count = _without_padding(types)
     tokens, types = tokens[:count], types[:count]
@@ -70,7 +70,7 @@ def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenize
             f"(built: {', '.join(sorted(patterns.PRE_TOKENIZERS))}); give the original model as `tokenizer`"
         )
     style = patterns.PRE_TOKENIZERS[pre]
-    merges = [tuple(merge.split(" ", 1)) for merge in file.metadata["tokenizer.ggml.merges"]]
+    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(BPE(vocab, merges, ignore_merges=style.takes_whole_words))
     backend.pre_tokenizer = _splitter(style)
@@ -94,10 +94,10 @@ def _splitter(style: "patterns.Style") -> pre_tokenizers.PreTokenizer:
 def _sentence_piece(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
     """SentencePiece BPE: the piece with the highest score is merged first; unknown characters fall to bytes."""
     vocab = {token: index for index, token in enumerate(tokens)}
-    if "tokenizer.ggml.merges" in file.metadata:
-        merges = [tuple(merge.split(" ", 1)) for merge in file.metadata["tokenizer.ggml.merges"]]
+    if "tokenizer.ggml.merges" in file:
+        merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
     else:
-        merges = merges_from_scores(vocab, file.metadata["tokenizer.ggml.scores"])
+        merges = merges_from_scores(vocab, file.get("tokenizer.ggml.scores"))
     unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
     backend = Tokenizer(BPE(vocab, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
     prefixes = file.get("tokenizer.ggml.add_space_prefix", True)
@@ -116,7 +116,9 @@ def merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[tu
     merges = []
     for piece, index in vocab.items():
         splits = [
-            (piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in vocab and piece[at:] in vocab
+            (piece[:at], piece[at:])
+            for at in range(1, len(piece))
+            if piece[:at] in vocab and piece[at:] in vocab
         ]
         splits.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
         merges += [(scores[index], len(left), len(right), (left, right)) for left, right in splits]
@@ -152,7 +154,9 @@ def _add_template(backend: Tokenizer, file: GGUFFile, tokens: list[str], kind: s
     """Put BOS and EOS around a text where the file, or its kind of tokenizer, says so."""
     pre = file.get("tokenizer.ggml.pre", "default")
     style = patterns.PRE_TOKENIZERS.get(pre) if kind == "gpt2" else None
-    begins = file.get("tokenizer.ggml.add_bos_token", kind == "llama" or (style is not None and style.adds_bos))
+    begins = file.get(
+        "tokenizer.ggml.add_bos_token", kind == "llama" or (style is not None and style.adds_bos)
+    )
     ends = file.get("tokenizer.ggml.add_eos_token", False)
     bos, eos = file.get("tokenizer.ggml.bos_token_id"), file.get("tokenizer.ggml.eos_token_id")
     around: list[tuple[str, int]] = []

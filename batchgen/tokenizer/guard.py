@@ -44,7 +44,9 @@ class ControlTextGuard:
         if begins_inside:
             spans.append((0, max(len(tail) for tail in self._tails if value.startswith(tail))))
         if ends_inside:
-            spans.append((len(value) - max(len(head) for head in self._heads if value.endswith(head)), len(value)))
+            spans.append(
+                (len(value) - max(len(head) for head in self._heads if value.endswith(head)), len(value))
+            )
         pieces, at = [], 0
         for begin, end in _joined(spans):
             pieces += [_escape(value[at:begin]), OPEN, _escape(value[begin:end]), CLOSE]

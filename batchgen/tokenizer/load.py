@@ -39,7 +39,9 @@ def load_tokenizer(
         UnsupportedModelError: a kind of tokenizer that is not built.
     """
     place = resolve_model(
-        tokenizer or model, tokenizer_revision if tokenizer or tokenizer_revision else revision, tokenizer_only=True
+        tokenizer or model,
+        tokenizer_revision if tokenizer or tokenizer_revision else revision,
+        tokenizer_only=True,
     )
     template = None if chat_template is None else _template_text(chat_template)
     return _from_gguf(place, template) if place.kind == "gguf" else _from_folder(place, template)
@@ -51,7 +53,10 @@ def _from_gguf(place: ModelLocation, template: str | None) -> Tokenizer:
     file = GGUFFile(place.path)
     backend, facts = build_from_gguf(file)
     template = template if template is not None else file.get("tokenizer.chat_template")
-    identity = {"vocabulary": f"sha256:{file.content_hash('tokenizer.ggml.')}", "chat_template": _text_hash(template)}
+    identity = {
+        "vocabulary": f"sha256:{file.content_hash('tokenizer.ggml.')}",
+        "chat_template": _text_hash(template),
+    }
     return Tokenizer(backend, chat_template=template, identity=identity, **facts)
 
 
@@ -62,7 +67,9 @@ def _from_folder(place: ModelLocation, template: str | None) -> Tokenizer:
         loaded = AutoTokenizer.from_pretrained(place.path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{place.name!r} has no tokenizer that can be loaded ({reason}); name one with `tokenizer`") from error
+        raise ConfigError(
+            f"{place.name!r} has no tokenizer that can be loaded ({reason}); name one with `tokenizer`"
+        ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModelError(
@@ -97,7 +104,11 @@ def _file_hashes(folder: Path) -> dict[str, str]:
 
 
 def _text_hash(text: str | None) -> str:
-    return "none" if text is None else f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
+    return (
+        "none"
+        if text is None
+        else f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
+    )
 
 
 def _template_text(given: str) -> str:

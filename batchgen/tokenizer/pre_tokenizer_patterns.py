@@ -32,7 +32,10 @@ def _words(digits: str) -> str:
     """Contractions; a word with at most one leading mark; numbers; runs of marks; line ends; spaces."""
     contraction = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     return (
-        contraction + r"|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        contraction
+        + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 

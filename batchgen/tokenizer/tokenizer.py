@@ -43,7 +43,9 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.special_tokens: Mapping[str, int] = {
-            token.content: index for index, token in sorted(backend.get_added_tokens_decoder().items()) if token.special
+            token.content: index
+            for index, token in sorted(backend.get_added_tokens_decoder().items())
+            if token.special
         }
         self.chat_template = chat_template
         self._special_names = dict(special_names)
@@ -59,7 +61,9 @@ class Tokenizer:
         """Whether `render_chat` works without a `chat_template` of its own."""
         return self.chat_template is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, allow_special_tokens: bool = True
+    ) -> list[int]:
         """The ids of a text.
 
         Args:
@@ -117,7 +121,11 @@ class Tokenizer:
         )
 
     def decode(
-        self, ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+        self,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> str:
         """The text of ids. Ids without a token are left out; bytes that are no UTF-8 become U+FFFD.
 

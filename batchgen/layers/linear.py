@@ -1,0 +1,175 @@
+"""Linear layers that know which share of the weights is theirs: Column, Row, QKV, Merged and LMHead.
+
+Weights come in through `load`, one tensor of the checkpoint at a time, whole; the layer takes its rank's share.
+How they are stored and multiplied is the `LinearMethod`'s affair. A layer is ready as soon as its last tensor
+is in, so that a model fills layer by layer and the loaded form of only one is in memory.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from batchgen.errors import WeightsError
+from batchgen.layers.parallel import ParallelContext
+from batchgen.quantization.base import Activation, LinearMethod, LinearShape, ParameterLayout
+
+
+class LinearLayer:
+    """One matrix product, possibly of several fused parts.
+
+    Args:
+        name: for messages.
+        method: how weights are stored and multiplied.
+        parallel: this rank's place.
+        in_features: inputs of the whole layer.
+        part_sizes: outputs of each part of the whole layer.
+        has_bias: whether each part has a bias.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        method: LinearMethod,
+        parallel: ParallelContext,
+        in_features: int,
+        part_sizes: tuple[int, ...],
+        has_bias: bool = False,
+    ):
+        self.name, self.method, self.parallel = name, method, parallel
+        self.in_features, self.part_sizes = in_features, part_sizes
+        inputs = self.input_share()
+        outputs = tuple(self.output_share(part) for part in range(len(part_sizes)))
+        self.shape = LinearShape(
+            name,
+            inputs.stop - inputs.start,
+            tuple(share.stop - share.start for share in outputs),
+            has_bias and self._adds_bias(),
+        )
+        self.layouts = method.layouts(self.shape)
+        self.weights: Any = method.create_weights(self.shape)
+        self._waiting = {(part, parameter) for part in range(len(part_sizes)) for parameter in self.layouts}
+
+    def input_share(self) -> slice:
+        """Which inputs are this rank's."""
+        return slice(0, self.in_features)
+
+    def output_share(self, part: int) -> slice:
+        """Which outputs of a part are this rank's."""
+        return slice(0, self.part_sizes[part])
+
+    def load(self, part: int, parameter: str, tensor: Tensor) -> None:
+        """Take one tensor of the checkpoint, of the whole layer's size.
+
+        Raises:
+            WeightsError: unknown, given twice, or of the wrong shape.
+        """
+        if not self._adds_bias() and parameter == "bias":
+            return
+        if parameter not in self.layouts:
+            raise WeightsError(f"{self.name}: has no parameter {parameter!r}")
+        if (part, parameter) not in self._waiting:
+            raise WeightsError(f"{self.name}, part {part}: {parameter} is given twice")
+        share = self._slice(tensor, part, self.layouts[parameter])
+        self.method.load(self.weights, self.shape, part, parameter, share)
+        self._waiting.discard((part, parameter))
+        if not self._waiting:
+            self.method.process(self.weights, self.shape)
+
+    def missing(self) -> list[tuple[int, str]]:
+        """(part, parameter) of the tensors that have not come."""
+        return sorted(self._waiting)
+
+    def __call__(self, x: Activation, out: Tensor | None = None) -> Tensor:
+        """Multiply: x [T, K] -> [T, N], this rank's inputs to this rank's outputs (Row: the whole sum)."""
+        return self.method.apply(self.weights, x, out)
+
+    def _adds_bias(self) -> bool:
+        return True
+
+    def _slice(self, tensor: Tensor, part: int, layout: ParameterLayout) -> Tensor:
+        shares = ((layout.output_dim, self.output_share(part), self.part_sizes[part]),)
+        shares += ((layout.input_dim, self.input_share(), self.in_features),)
+        for dim, share, total in shares:
+            if dim is None or share.stop - share.start == total or tensor.dim() <= dim:
+                continue
+            length = tensor.shape[dim]
+            if length * share.start % total or length * share.stop % total:
+                raise WeightsError(f"{self.name}: {length} entries do not divide among {self.parallel.size} ranks")
+            begin, end = length * share.start // total, length * share.stop // total
+            tensor = tensor.narrow(dim, begin, end - begin)
+        return tensor
+
+
+class ColumnLinear(LinearLayer):
+    """Each rank has a share of the outputs of every part and all inputs."""
+
+    def output_share(self, part: int) -> slice:
+        """An even share of each part."""
+        return self.parallel.share(self.part_sizes[part], f"{self.name}, part {part}")
+
+
+class MergedLinear(ColumnLinear):
+    """Several column layers over one input, fused: gate and up."""
+
+
+class QKVLinear(ColumnLinear):
+    """Query, key and value projections, fused; shared among ranks by whole heads.
+
+    With more ranks than key/value heads, several ranks hold the same head.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        method: LinearMethod,
+        parallel: ParallelContext,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        has_bias: bool = False,
+    ):
+        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        kv_size = num_kv_heads * head_dim
+        parts = (num_heads * head_dim, kv_size, kv_size)
+        super().__init__(name, method, parallel, hidden_size, parts, has_bias)
+        self.num_heads = self.shape.part_sizes[0] // head_dim
+        self.num_kv_heads = self.shape.part_sizes[1] // head_dim
+
+    def output_share(self, part: int) -> slice:
+        """Whole heads: an even share, or the one head that this rank's queries read."""
+        heads = self._num_heads if part == 0 else self._num_kv_heads
+        if part > 0 and self.parallel.size > heads:
+            head = self.parallel.rank * heads // self.parallel.size
+            share = slice(head, head + 1)
+        else:
+            share = self.parallel.share(heads, f"{self.name}, heads of part {part}")
+        return slice(share.start * self._head_dim, share.stop * self._head_dim)
+
+
+class RowLinear(LinearLayer):
+    """Each rank has a share of the inputs and all outputs; the results are summed over ranks."""
+
+    def input_share(self) -> slice:
+        """An even share."""
+        return self.parallel.share(self.in_features, self.name)
+
+    def __call__(self, x: Activation, out: Tensor | None = None) -> Tensor:
+        """Multiply: x [T, this rank's inputs] -> [T, N], summed over ranks."""
+        return self.parallel.all_reduce(self.method.apply(self.weights, x, out))
+
+    def _adds_bias(self) -> bool:
+        # The sum over ranks must count it once.
+        return self.parallel.rank == 0
+
+
+class LMHead(ColumnLinear):
+    """The output head: hidden states to logits over the vocabulary; may also serve as the embedding."""
+
+    def __call__(self, x: Activation, out: Tensor | None = None) -> Tensor:
+        """Logits: x [R, E] -> [R, V], the whole vocabulary."""
+        return self.parallel.all_gather(self.method.apply(self.weights, x, out))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of this rank's share of the weight as floats: ids [T] -> [T, E]."""
+        return self.method.rows(self.weights, ids)

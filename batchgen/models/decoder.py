@@ -1,0 +1,254 @@
+"""Decoder: the one stack of pre-norm attention and gated-MLP layers that all families here share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.ops import Kernels
+from batchgen.layers.embedding import Embedding
+from batchgen.layers.linear import LinearLayer, LMHead, MergedLinear, QKVLinear, RowLinear
+from batchgen.layers.norm import RMSNorm
+from batchgen.layers.parallel import ParallelContext
+from batchgen.layers.rotary import RotaryEmbedding
+from batchgen.models.model_config import ModelConfig
+from batchgen.models.workspace import Workspace
+from batchgen.quantization.base import Activation, LinearMethod
+
+
+class Linear(Protocol):
+    """What stands at the place of a linear layer: the layer itself, or an adapter around it."""
+
+    def __call__(self, x: Activation, out: Tensor | None = None) -> Tensor:
+        """Multiply: x [T, K] -> [T, N]."""
+
+
+class WeightTarget(Protocol):
+    """What takes tensors of a checkpoint."""
+
+    def load(self, part: int, parameter: str, tensor: Tensor) -> None:
+        """Take one tensor."""
+
+    def missing(self) -> list[tuple[int, str]]:
+        """(part, parameter) of the tensors that have not come."""
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """Weights and cache of one layer; `window` None sees all positions, `rotary` None rotates nothing."""
+
+    input_norm: RMSNorm
+    qkv: Linear
+    output: Linear
+    post_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+    window: int | None
+    rotary: RotaryEmbedding | None
+    query_norm: RMSNorm | None = None
+    key_norm: RMSNorm | None = None
+    kv: LayerKV | None = field(default=None, repr=False)
+
+
+class Decoder:
+    """A decoder-only language model over a paged cache.
+
+    Weights come through `weight_targets`, the cache through `bind_kv`; then `forward` and `logits` run. One
+    thread calls it; results live until the next call (they share a workspace).
+
+    Args:
+        config: the shape.
+        kernels: the operations.
+        method: how linear layers store and multiply weights.
+        dtype: of activations.
+        device: of weights and activations.
+        max_len: positions that will be asked for.
+        block_size: of the cache.
+        parallel: this rank's place.
+        rope_divisors: see `RotaryEmbedding`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        method: LinearMethod,
+        *,
+        dtype: str,
+        device: torch.device,
+        max_len: int,
+        block_size: int,
+        parallel: ParallelContext | None = None,
+        rope_divisors: Tensor | None = None,
+    ):
+        self.config, self.kernels, self.method, self.device = config, kernels, method, device
+        self.dtype = method.dtype
+        self._parallel = parallel or ParallelContext()
+        self._targets: dict[str, tuple[WeightTarget, int]] = {}
+        self._scale = config.head_dim**-0.5
+        self._workspace = Workspace(self.dtype, device)
+        c = config
+        self.head = LMHead("lm_head", method, self._parallel, c.hidden_size, (c.vocab_size,))
+        self.embedding = Embedding(
+            "model.embed_tokens", c.vocab_size, c.hidden_size, self._parallel, self.dtype, device,
+            head=self.head if c.tie_embeddings else None,
+        )  # fmt: skip
+        self._targets["model.embed_tokens"] = (self.embedding, 0)
+        if not c.tie_embeddings:
+            self._targets["lm_head"] = (self.head, 0)
+        rotary = RotaryEmbedding(c.rope, max_len, kernels, device, rope_divisors) if any(c.uses_rope) else None
+        self.layers = [self._make_layer(index, rotary) for index in range(c.num_layers)]
+        self.norm = self._make_norm("model.norm", c.hidden_size)
+        qkv = self._targets["model.layers.0.self_attn.q_proj"][0]
+        assert isinstance(qkv, QKVLinear)
+        self._num_heads, self._num_kv_heads = qkv.num_heads, qkv.num_kv_heads
+        # Full tables for all layers; a layer's window limits what is read, not yet what is kept.
+        self.kv_specs = [
+            KVCacheSpec(self._num_kv_heads, c.head_dim, block_size, dtype) for _ in range(c.num_layers)
+        ]
+
+    def weight_targets(self) -> dict[str, tuple[WeightTarget, int]]:
+        """Module name in a Hugging Face checkpoint -> what takes its tensors, and as which fused part."""
+        return dict(self._targets)
+
+    def wrap_linears(self, wrap: Callable[[str, Linear], Linear]) -> None:
+        """Put something around every linear layer: `wrap` gets its name and the layer and returns either.
+
+        The names are "model.layers.0.self_attn.qkv_proj", "...o_proj", "...mlp.gate_up_proj", "...down_proj".
+        """
+        for index, layer in enumerate(self.layers):
+            place = f"model.layers.{index}"
+            layer.qkv = wrap(f"{place}.self_attn.qkv_proj", layer.qkv)
+            layer.output = wrap(f"{place}.self_attn.o_proj", layer.output)
+            layer.gate_up = wrap(f"{place}.mlp.gate_up_proj", layer.gate_up)
+            layer.down = wrap(f"{place}.mlp.down_proj", layer.down)
+
+    def bind_kv(self, caches: Sequence[LayerKV]) -> None:
+        """Give every layer its cache."""
+        for layer, kv in zip(self.layers, caches, strict=True):
+            layer.kv = kv
+
+    def forward(
+        self,
+        token_ids: Tensor | None,
+        positions: Tensor,
+        meta: AttentionMeta,
+        *,
+        inputs_embeds: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layers over the tokens of a step, writing their keys and values to the cache.
+
+        Args:
+            token_ids: [T] int64, or None with `inputs_embeds`.
+            positions: [T] int64, or [rows, T] for models that have several.
+            meta: how the batch reads and writes the cache.
+            inputs_embeds: [T, E], in place of the embedding's rows.
+            rows: [R] int64, the tokens whose hidden state is wanted; None for all. What only the others need
+                is not computed.
+
+        Returns: final normed hidden states, [R, E] or [T, E].
+        """
+        hidden = self._embed(token_ids, inputs_embeds)
+        work = self._workspace
+        num_tokens = hidden.shape[0]
+        residual = work.take("residual", num_tokens, self.config.hidden_size)
+        residual.copy_(hidden)
+        normed = self.layers[0].input_norm(residual, work.take("normed", num_tokens, self.config.hidden_size))
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            attended = self._attend(layer, normed, positions, meta)
+            if index == last and rows is not None:
+                attended, residual = attended[rows], residual[rows]
+            count = attended.shape[0]
+            normed = work.take("normed", count, self.config.hidden_size)
+            hidden = work.take("hidden", count, self.config.hidden_size)
+            normed = layer.post_norm.add(layer.output(attended, hidden), residual, normed)
+            hidden = self._feed_forward(layer, normed, hidden)
+            following = self.norm if index == last else self.layers[index + 1].input_norm
+            normed = following.add(hidden, residual, normed)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of final hidden states: [R, E] -> [R, V] in the activations' dtype."""
+        return self.head(hidden, self._workspace.take("logits", hidden.shape[0], self.config.vocab_size))
+
+    def _embed(self, token_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if inputs_embeds is not None:
+            return inputs_embeds.to(self.dtype)
+        assert token_ids is not None
+        return self.embedding(token_ids)
+
+    def _attend(self, layer: DecoderLayer, normed: Tensor, positions: Tensor, meta: AttentionMeta) -> Tensor:
+        heads, groups, size = self._num_heads, self._num_kv_heads, self.config.head_dim
+        num_tokens = normed.shape[0]
+        assert layer.kv is not None
+        qkv = layer.qkv(normed, self._workspace.take("qkv", num_tokens, (heads + 2 * groups) * size))
+        query, key, value = qkv.view(num_tokens, heads + 2 * groups, size).split((heads, groups, groups), dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = layer.query_norm(query), layer.key_norm(key)
+        if layer.rotary is not None:
+            layer.rotary(query, key, positions)
+        self.kernels.store_kv(key, value, layer.kv, meta.slot_mapping)
+        out = self._workspace.take("attended", num_tokens, heads * size).view(num_tokens, heads, size)
+        self.kernels.attention(query, layer.kv, meta, self._scale, window=layer.window, out=out)
+        return out.view(num_tokens, heads * size)
+
+    def _feed_forward(self, layer: DecoderLayer, normed: Tensor, out: Tensor) -> Tensor:
+        # `wide` is this rank's share of gate and up side by side.
+        shape = (normed.shape[0], 2 * self.config.intermediate_size // self._parallel.size)
+        wide = layer.gate_up(normed, self._workspace.take("wide", *shape))
+        gated = self.kernels.silu_mul(wide, self._workspace.take("gated", shape[0], shape[1] // 2))
+        return layer.down(gated, out)
+
+    def _make_layer(self, index: int, rotary: RotaryEmbedding | None) -> DecoderLayer:
+        c, place, parallel = self.config, f"model.layers.{index}", self._parallel
+        qkv = QKVLinear(
+            f"{place}.self_attn.qkv_proj", self.method, parallel,
+            c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.qkv_bias,
+        )  # fmt: skip
+        output = RowLinear(
+            f"{place}.self_attn.o_proj", self.method, parallel,
+            c.num_heads * c.head_dim, (c.hidden_size,), c.output_bias,
+        )  # fmt: skip
+        gate_up = MergedLinear(
+            f"{place}.mlp.gate_up_proj", self.method, parallel,
+            c.hidden_size, (c.intermediate_size, c.intermediate_size), c.mlp_bias,
+        )  # fmt: skip
+        down = RowLinear(
+            f"{place}.mlp.down_proj", self.method, parallel, c.intermediate_size, (c.hidden_size,), c.mlp_bias
+        )
+        for part, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            self._targets[f"{place}.self_attn.{name}"] = (qkv, part)
+        for part, name in enumerate(("gate_proj", "up_proj")):
+            self._targets[f"{place}.mlp.{name}"] = (gate_up, part)
+        self._targets[f"{place}.self_attn.o_proj"] = (output, 0)
+        self._targets[f"{place}.mlp.down_proj"] = (down, 0)
+        has_norms = c.family.qk_norm
+        return DecoderLayer(
+            input_norm=self._make_norm(f"{place}.input_layernorm", c.hidden_size),
+            qkv=qkv,
+            output=output,
+            post_norm=self._make_norm(f"{place}.post_attention_layernorm", c.hidden_size),
+            gate_up=gate_up,
+            down=down,
+            window=c.windows[index],
+            rotary=rotary if c.uses_rope[index] else None,
+            query_norm=self._make_norm(f"{place}.self_attn.q_norm", c.head_dim) if has_norms else None,
+            key_norm=self._make_norm(f"{place}.self_attn.k_norm", c.head_dim) if has_norms else None,
+        )
+
+    def _make_norm(self, name: str, size: int) -> RMSNorm:
+        norm = RMSNorm(name, size, self.config.norm_eps, self.kernels, self.dtype, self.device)
+        self._targets[name] = (norm, 0)
+        return norm
+
+
+def linear_layers(model: Decoder) -> list[LinearLayer]:
+    """Every linear layer of a model as it was built, head included, each once."""
+    unique = {id(target): target for target, _ in model.weight_targets().values()}
+    layers = [target for target in unique.values() if isinstance(target, LinearLayer)]
+    return layers if model.head in layers else [*layers, model.head]

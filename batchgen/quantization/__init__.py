@@ -1,0 +1,1 @@
+"""How linear layers store and multiply their weights: one file per scheme."""

@@ -1,0 +1,129 @@
+"""LinearMethod: what a linear layer asks of a way to store and multiply weights; and the registry of ways."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchgen.errors import UnsupportedModelError
+from batchgen.kernels.ops import Kernels
+from batchgen.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Activations in a narrow type: values [T, K] and one scale [T, 1] per token; x = values * scale."""
+
+    values: Tensor
+    scale: Tensor
+
+    def dense(self) -> Tensor:
+        """The activations in the scale's dtype, [T, K]."""
+        return self.values.to(self.scale.dtype) * self.scale
+
+
+Activation = Tensor | Scaled
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """What a method must know of one layer on this rank.
+
+    Args:
+        name: of the layer, for messages ("model.layers.0.self_attn.qkv_proj").
+        in_features: K on this rank.
+        part_sizes: rows of each fused part on this rank; their sum is N.
+        has_bias: whether each part has a bias.
+    """
+
+    name: str
+    in_features: int
+    part_sizes: tuple[int, ...]
+    has_bias: bool
+
+    @property
+    def out_features(self) -> int:
+        """N on this rank."""
+        return sum(self.part_sizes)
+
+    def rows(self, part: int) -> slice:
+        """Where a part stands among the N rows."""
+        begin = sum(self.part_sizes[:part])
+        return slice(begin, begin + self.part_sizes[part])
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """Along which dimension of a stored tensor the layer's outputs and inputs run; None: along none."""
+
+    output_dim: int | None
+    input_dim: int | None
+
+
+class LinearMethod(ABC):
+    """A way to store and multiply the weights of linear layers. One object serves all layers of a model.
+
+    Life of a layer's weights: `create_weights` once, `load` for every tensor of the checkpoint that belongs
+    to the layer, `process` when all are there, then `apply` for every step. The layer slices a tensor to its
+    rank's share before `load`, by `layouts`.
+
+    Args:
+        kernels: the operations of the model.
+        dtype: of the activations.
+        device: where weights live.
+    """
+
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device):
+        self.kernels, self.dtype, self.device = kernels, dtype, device
+
+    @abstractmethod
+    def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:
+        """The tensors that a checkpoint must hold for each part of the layer, and how they are laid out."""
+
+    @abstractmethod
+    def create_weights(self, shape: LinearShape) -> Any:
+        """What holds the layer's weights; opaque to the layer."""
+
+    @abstractmethod
+    def load(self, weights: Any, shape: LinearShape, part: int, parameter: str, tensor: Tensor) -> None:
+        """Take one tensor of one part, already sliced. It may be kept without a copy.
+
+        Raises:
+            WeightsError: the tensor does not fit.
+        """
+
+    @abstractmethod
+    def process(self, weights: Any, shape: LinearShape) -> None:
+        """Bring the weights into the form that `apply` reads, and free the form in which they were loaded."""
+
+    @abstractmethod
+    def apply(self, weights: Any, x: Activation, out: Tensor | None = None) -> Tensor:
+        """Multiply: x [T, K] -> [T, N], into `out` when it is given."""
+
+    def rows(self, weights: Any, ids: Tensor) -> Tensor:
+        """Rows of the weight as floats: ids [T] int64 -> [T, K]; for an embedding tied to a head."""
+        raise UnsupportedModelError(f"{type(self).__name__} cannot serve an embedding tied to the head")
+
+
+# By the checkpoint's own `quant_method`; "none" is float weights.
+METHODS: Registry[type[LinearMethod]] = Registry("quantization method", "batchgen.quantization")
+
+
+def method_for(
+    quantization: Mapping[str, Any] | None, name: str
+) -> Callable[[Kernels, torch.dtype, torch.device], LinearMethod]:
+    """The method of a checkpoint, by its config's `quantization_config` (None: float weights).
+
+    Raises:
+        UnsupportedModelError: a scheme that is not built, by name.
+    """
+    quant_method = "none" if quantization is None else quantization.get("quant_method")
+    if quant_method is None or quant_method not in METHODS:
+        raise UnsupportedModelError(
+            f"{name}: the checkpoint is quantized ({quant_method or 'without a quant_method'!r}), which is not "
+            f"built (built: {', '.join(METHODS)}); take the unquantized model or a GGUF file"
+        )
+    return METHODS.get(quant_method)

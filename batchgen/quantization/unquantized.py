@@ -1,0 +1,81 @@
+"""Float weights, multiplied as they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from batchgen.errors import WeightsError
+from batchgen.kernels.ops import PackedLinear
+from batchgen.quantization.base import (
+    METHODS,
+    Activation,
+    LinearMethod,
+    LinearShape,
+    ParameterLayout,
+    Scaled,
+)
+
+_WEIGHT, _BIAS = ParameterLayout(output_dim=0, input_dim=1), ParameterLayout(output_dim=0, input_dim=None)
+
+
+@dataclass(slots=True)
+class FloatWeights:
+    """weight [N, K] and bias [N] while loading; `packed` from then on."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    packed: PackedLinear | None = None
+
+
+@METHODS.register("none")
+class Unquantized(LinearMethod):
+    """Weights in the dtype of the activations, packed as the kernel wants them."""
+
+    @override
+    def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:
+        return {"weight": _WEIGHT, "bias": _BIAS} if shape.has_bias else {"weight": _WEIGHT}
+
+    @override
+    def create_weights(self, shape: LinearShape) -> FloatWeights:
+        # Memory is taken at the first load: layers are filled one after the other.
+        return FloatWeights()
+
+    @override
+    def load(
+        self, weights: FloatWeights, shape: LinearShape, part: int, parameter: str, tensor: Tensor
+    ) -> None:
+        rows = shape.part_sizes[part]
+        expected = (rows,) if parameter == "bias" else (rows, shape.in_features)
+        if tensor.shape != expected:
+            raise WeightsError(
+                f"{shape.name}, part {part}: {parameter} has shape {list(tensor.shape)}, "
+                f"the model needs {list(expected)}"
+            )
+        whole = (shape.out_features, *expected[1:])
+        if len(shape.part_sizes) == 1 and tensor.dtype == self.dtype and tensor.device == self.device:
+            filled = tensor
+        else:
+            held = getattr(weights, parameter)
+            filled = torch.empty(whole, dtype=self.dtype, device=self.device) if held is None else held
+            filled[shape.rows(part)].copy_(tensor)
+        setattr(weights, parameter, filled)
+
+    @override
+    def process(self, weights: FloatWeights, shape: LinearShape) -> None:
+        assert weights.weight is not None
+        weight, bias = weights.weight.contiguous(), weights.bias
+        weights.weight = weights.bias = None
+        weights.packed = self.kernels.pack_linear(weight, bias)
+
+    @override
+    def apply(self, weights: FloatWeights, x: Activation, out: Tensor | None = None) -> Tensor:
+        assert weights.packed is not None
+        return self.kernels.linear(x.dense() if isinstance(x, Scaled) else x, weights.packed, out)
+
+    @override
+    def rows(self, weights: FloatWeights, ids: Tensor) -> Tensor:
+        assert weights.packed is not None
+        return weights.packed.rows(ids)

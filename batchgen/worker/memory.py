@@ -1,0 +1,71 @@
+"""plan_blocks: how many KV blocks the pool gets, and why."""
+
+from dataclasses import dataclass
+
+from batchgen.config import CacheConfig, Decision
+from batchgen.errors import CapacityError
+
+# Of the memory that is free once the weights are in. The rest is for activations, the row window of the
+# caller and everybody else on the machine.
+CPU_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """The pool's size and the decision behind it."""
+
+    num_blocks: int
+    decision: Decision
+
+
+def plan_blocks(
+    cache: CacheConfig,
+    *,
+    block_bytes: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    free_bytes: int,
+    on_cpu: bool,
+) -> PoolPlan:
+    """Size the pool of KV blocks.
+
+    `num_gpu_blocks_override` is taken as it is, else `kv_cache_memory_bytes`, else a share of the free memory;
+    the last never exceeds what `max_num_seqs` sequences of full length need.
+
+    Args:
+        cache: the settings.
+        block_bytes: of one block in all layers.
+        max_num_seqs, max_model_len: what the pool could at most be asked for.
+        free_bytes: memory free now, weights loaded.
+        on_cpu: whether blocks live in host memory; then `gpu_memory_utilization` has no say.
+
+    Raises:
+        CapacityError: not even one block fits.
+    """
+
+    def plan(blocks: int, reason: str) -> PoolPlan:
+        tokens = blocks * cache.block_size
+        text = f"{reason}: {tokens} tokens, {blocks * block_bytes / 2**20:.0f} MiB"
+        return PoolPlan(blocks, Decision("num_blocks", blocks, text))
+
+    if cache.num_gpu_blocks_override is not None:
+        return plan(cache.num_gpu_blocks_override, "num_gpu_blocks_override")
+    if cache.kv_cache_memory_bytes is not None:
+        blocks = cache.kv_cache_memory_bytes // block_bytes
+        if blocks < 1:
+            raise CapacityError(
+                f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} does not hold one block of "
+                f"{cache.block_size} tokens ({block_bytes} bytes); give more"
+            )
+        return plan(blocks, "kv_cache_memory_bytes")
+    share = CPU_SHARE if on_cpu else cache.gpu_memory_utilization
+    most = max_num_seqs * -(-max_model_len // cache.block_size)
+    blocks = min(most, int(free_bytes * share) // block_bytes)
+    if blocks < 1:
+        raise CapacityError(
+            f"{free_bytes / 2**20:.0f} MiB of memory are free, of which {share:.0%} do not hold one KV block "
+            f"({block_bytes} bytes); free memory or set kv_cache_memory_bytes"
+        )
+    if blocks == most:
+        return plan(blocks, f"all that {max_num_seqs} sequences of {max_model_len} tokens need")
+    return plan(blocks, f"{share:.0%} of {free_bytes / 2**30:.1f} GiB free")
