@@ -165,9 +165,8 @@ class ShardStore:
         self._load_journal()
         for known in found.described:
             # A run that died between a shard's description and its name has its rows in the journal.
-            if known.shard not in found.damaged and self._undone_in(known.shard, _rows(known)).size == len(
-                known
-            ):
+            num_undone = self._undone_in(known.shard, _rows(known)).size
+            if known.shard not in found.damaged and num_undone == len(known):
                 path = self._folder.data_file(known.shard)
                 self._say(f"{path} is missing: its {len(known)} rows are done again")
         self._seal_complete()

@@ -1,0 +1,185 @@
+"""RowFeeder: source batches -> rendered, tokenized rows, in threads, in order, a bounded stretch ahead."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from itertools import chain
+from queue import Empty, Full, Queue
+
+from batchgen.jobs.row import Row, RowResult, SourceBatch
+from batchgen.jobs.sources.base import Source
+from batchgen.jobs.store import ShardStore
+from batchgen.jobs.window import Ready
+
+# Rows that one call of a worker renders: enough to make handing them over cheap.
+_CHUNK_ROWS = 16
+# Chunks ahead of the engine, and tokens in them: whichever is reached first holds the reader back.
+_MAX_CHUNKS = 64
+_MAX_TOKENS = 4 << 20
+_PATIENCE_S = 0.05
+
+Item = Ready | RowResult
+Render = Callable[[Row], Item]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The last thing in the queue: reading is over, by itself or because of an error."""
+
+    error: BaseException | None = None
+
+
+class RowReader:
+    """The rows that are not done, batch by batch.
+
+    Args:
+        source: the input.
+        store: knows what is done.
+        limit: rows from this number on are left alone.
+
+    Attributes:
+        num_rows: rows in the whole source, once reading came to its end.
+    """
+
+    def __init__(self, source: Source, store: ShardStore, limit: int | None = None):
+        self._source, self._store, self._limit = source, store, limit
+        self._gaps = list(store.gaps())
+        self._batches: Iterator[tuple[SourceBatch, list[int]]] = self._read()
+        self.num_rows: int | None = None
+
+    def peek(self) -> bool:
+        """Whether there is any row to do. Reads up to the first."""
+        first = next(self._batches, None)
+        if first is not None:
+            self._batches = chain((first,), self._batches)
+        return first is not None
+
+    def __iter__(self) -> Iterator[tuple[SourceBatch, list[int]]]:
+        """Batches with the offsets of their undone rows; once."""
+        return self._batches
+
+    def _read(self) -> Iterator[tuple[SourceBatch, list[int]]]:
+        for gap in self._gaps:
+            stop = min((row for row in (gap.stop_row, self._limit) if row is not None), default=None)
+            index = gap.start.index
+            if stop is not None and index >= stop:
+                continue
+            for batch in self._source.batches(gap.start):
+                index = batch.start.index
+                count = len(batch) if stop is None else min(len(batch), stop - index)
+                offsets = self._store.undone(index, count).tolist()
+                if offsets:
+                    yield batch, offsets
+                index += len(batch)
+                if stop is not None and index >= stop:
+                    break
+            else:
+                if gap.stop_row is None:
+                    self.num_rows = index
+
+
+class RowFeeder:
+    """Rendered rows in the order of the source.
+
+    Args:
+        reader: the rows.
+        render: row -> Ready, or RowResult when it failed; pure and thread-safe.
+        num_threads: threads that render.
+    """
+
+    def __init__(self, reader: RowReader, render: Render, num_threads: int = 2):
+        self._reader, self._render = reader, render
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="batchgen-render")
+        self._queue: Queue[Future[list[Item]] | _End] = Queue(_MAX_CHUNKS)
+        self._head: Future[list[Item]] | None = None
+        self._rest: list[Item] = []
+        self._end: _End | None = None
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._num_tokens = 0
+        self.num_taken = 0
+        self._thread = threading.Thread(target=self._read, name="batchgen-read", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether `take` has given everything."""
+        return self._end is not None and not self._rest
+
+    def take(self, max_rows: int, wait_s: float = 0.0) -> list[Item]:
+        """The next rows, at most so many; [] when none is ready within `wait_s`, or all are taken.
+
+        Raises:
+            SourceError: reading broke off; every row before that was given.
+        """
+        while not self._rest and self._end is None:
+            chunk = self._next_chunk(wait_s)
+            if chunk is None:
+                return []
+            self._rest = chunk
+        taken, self._rest = self._rest[:max_rows], self._rest[max_rows:]
+        if taken:
+            self.num_taken += len(taken)
+            with self._lock:
+                self._num_tokens -= sum(_num_tokens(item) for item in taken)
+        elif self._end is not None and self._end.error is not None:
+            raise self._end.error
+        return taken
+
+    def close(self) -> None:
+        """Stop reading and rendering; what was not taken is dropped."""
+        self._closed.set()
+        self._thread.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _next_chunk(self, wait_s: float) -> list[Item] | None:
+        try:
+            if self._head is None:
+                head = self._queue.get(timeout=wait_s) if wait_s > 0 else self._queue.get_nowait()
+                if isinstance(head, _End):
+                    self._end = head
+                    return []
+                self._head = head
+            chunk = self._head.result(timeout=wait_s)
+        except (Empty, FutureTimeoutError):
+            return None
+        self._head = None
+        return chunk
+
+    def _read(self) -> None:
+        end = _End()
+        try:
+            for batch, offsets in self._reader:
+                for start in range(0, len(offsets), _CHUNK_ROWS):
+                    if not self._submit(batch, offsets[start : start + _CHUNK_ROWS]):
+                        return
+        except BaseException as error:  # handed to the thread that takes
+            end = _End(error)
+        self._put(end)
+
+    def _submit(self, batch: SourceBatch, offsets: Sequence[int]) -> bool:
+        while self._num_tokens > _MAX_TOKENS:
+            if self._closed.wait(_PATIENCE_S):
+                return False
+        return not self._closed.is_set() and self._put(self._pool.submit(self._render_chunk, batch, offsets))
+
+    def _put(self, item: Future[list[Item]] | _End) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=_PATIENCE_S)
+                return True
+            except Full:
+                continue
+        return False
+
+    def _render_chunk(self, batch: SourceBatch, offsets: Sequence[int]) -> list[Item]:
+        items = [self._render(Row(batch, offset)) for offset in offsets]
+        with self._lock:
+            self._num_tokens += sum(_num_tokens(item) for item in items)
+        return items
+
+
+def _num_tokens(item: Item) -> int:
+    return item.num_input_tokens if isinstance(item, Ready) else 0

@@ -1,0 +1,143 @@
+"""The fingerprint of a job: every setting that can change a row, and what differs from the first run's."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.errors import ResumeError
+from batchgen.jobs.manifest import Manifest, json_form
+from batchgen.jobs.spec import JobSpec
+
+# Keys that cannot change a row. Everything else counts: a setting added later is safe when forgotten here.
+_FREE = frozenset(
+    {
+        # Where things lie; content is compared instead.
+        "model.path",
+        "model.tokenizer",
+        "output.path",
+        # The source's identity is compared instead, file by file.
+        "input",
+        # Sizes and rhythm.
+        "engine.block_size",
+        "engine.num_gpu_blocks_override",
+        "engine.kv_cache_memory_bytes",
+        "engine.gpu_memory_utilization",
+        "engine.enable_prefix_caching",
+        "engine.swap_space",
+        "engine.max_num_seqs",
+        "engine.max_num_batched_tokens",
+        "engine.scheduling_policy",
+        "engine.enable_chunked_prefill",
+        "engine.long_prefill_token_threshold",
+        "engine.preemption_mode",
+        "engine.num_threads",
+        "engine.device",
+        "engine.kernel_backend",
+        "engine.tensor_parallel_size",
+        "engine.pipeline_parallel_size",
+        "engine.data_parallel_size",
+        "engine.enable_expert_parallel",
+        "output.shard_rows",
+        "output.commit_interval_s",
+        "output.drain_timeout_s",
+        # How much of the input.
+        "limit",
+        "base_dir",
+        "notes",
+    }
+)
+# Engine settings whose "auto" the first run decided for all later ones.
+PINNED = ("dtype", "quantization", "kv_cache_dtype", "max_model_len", "reproducible")
+
+
+def fingerprint(
+    spec: JobSpec,
+    *,
+    model: Mapping[str, str],
+    tokenizer: Mapping[str, str],
+    sampling: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Dotted key -> value of everything beside the source that can change a row.
+
+    Args:
+        spec: the job.
+        model: content hashes of the model's files.
+        tokenizer: content hashes of the tokenizer's files and of the chat template.
+        sampling: effective sampling parameters, defaults resolved.
+    """
+    flat = _flatten(spec.model_dump(mode="json", exclude={"sampling": True}))
+    fields = {key: value for key, value in flat.items() if _counts(key)}
+    fields["model.chat_template"] = spec.chat_template_text()
+    # The template's content is compared, the file's name is not; effective parameters stand for those given.
+    fields |= {f"sampling.{name}": value for name, value in sampling.items()}
+    fields["sampling.seed"] = spec.sampling.job_seed
+    fields["sampling.seed_column"] = spec.sampling.seed_column
+    fields |= {f"model files: {name}": value for name, value in model.items()}
+    fields |= {f"tokenizer: {name}": value for name, value in tokenizer.items()}
+    result: dict[str, Any] = json_form(fields)
+    return result
+
+
+def pinned_engine_args(manifest: Manifest) -> dict[str, Any]:
+    """The values that the first run decided and every later run uses, by engine argument."""
+    return {name: manifest.engine[name] for name in PINNED if name in manifest.engine}
+
+
+def check_same_job(manifest: Manifest, current: Mapping[str, Any], output: object) -> None:
+    """Refuse a job that would give other rows than those already written.
+
+    Args:
+        manifest: of the first run.
+        current: this run's `fingerprint`.
+        output: the output folder, for the message.
+
+    Raises:
+        ResumeError: lists each key that differs with its value then and now.
+    """
+    differences = []
+    for key in sorted(manifest.fingerprint.keys() | current.keys()):
+        then, now = manifest.fingerprint.get(key), current.get(key)
+        if then != now and not _is_decided(key, now, manifest):
+            differences.append(f"  {key}: {_shown(then, now)} in the first run, {_shown(now, then)} now")
+    if differences:
+        raise ResumeError(
+            f"{output} holds rows of another job:\n" + "\n".join(differences) + "\n"
+            "choose another output, or start over with --restart (removes these rows)"
+        )
+
+
+def digest(fields: Mapping[str, Any]) -> str:
+    """A short name for a fingerprint."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _counts(key: str) -> bool:
+    return not any(key == free or key.startswith(f"{free}.") for free in _FREE)
+
+
+def _is_decided(key: str, now: Any, manifest: Manifest) -> bool:
+    """Whether an engine setting is left open, or is what the first run decided."""
+    section, _, name = key.partition(".")
+    if section != "engine" or name not in PINNED:
+        return False
+    return now in (None, "auto") or (name in manifest.engine and now == manifest.engine[name])
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        flat = {}
+        for name, inner in value.items():
+            flat |= _flatten(inner, f"{prefix}.{name}" if prefix else str(name))
+        return flat
+    return {prefix: value}
+
+
+def _shown(value: Any, other: Any, width: int = 60) -> str:
+    """A value as a message shows it; of long ones the part around the first difference from the other."""
+    text, compared = (json.dumps(side, ensure_ascii=False) for side in (value, other))
+    if len(text) <= width:
+        return text
+    same = next((i for i, (a, b) in enumerate(zip(text, compared, strict=False)) if a != b), 0)
+    start = max(0, min(same - width // 3, len(text) - width))
+    return ("…" if start else "") + text[start : start + width] + ("…" if start + width < len(text) else "")

@@ -1,0 +1,148 @@
+"""ProgressState: the numbers of a running job, and the words for them that every display shares."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TextIO
+
+# Rates are means over the last so many seconds.
+_RATE_SPAN_S = 20.0
+_LINE_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressState:
+    """A job at one moment.
+
+    Args:
+        phase: "loading", "running", "paused", "draining" or "finished".
+        rows_total: rows that the job is to do, or None while that is not known.
+        rows_done: rows with a result, those of earlier runs and failed ones included.
+        rows_before: those of `rows_done` that earlier runs did.
+        generated_tokens, prompt_tokens: of this run.
+        generated_tokens_per_s, rows_per_s: over the last seconds; None before there is anything to tell.
+        kv_usage: fraction of the KV blocks in use, 0 to 1.
+        eta_s: seconds to go, or None.
+    """
+
+    phase: str
+    rows_total: int | None = None
+    rows_done: int = 0
+    rows_failed: int = 0
+    rows_before: int = 0
+    elapsed_s: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    generated_tokens_per_s: float | None = None
+    rows_per_s: float | None = None
+    num_running: int = 0
+    num_waiting: int = 0
+    max_num_seqs: int = 0
+    num_preemptions: int = 0
+    kv_usage: float = 0.0
+    prefix_cache_hit_rate: float | None = None
+    eta_s: float | None = None
+
+    def numbers(self) -> dict[str, str]:
+        """Everything beside the rows, as words; what is not known is left out. Order of display."""
+        shown = {"tok/s": _rate(self.generated_tokens_per_s), "kv": f"{self.kv_usage:.0%}"}
+        if self.rows_failed:
+            shown["failed"] = f"{self.rows_failed:,}"
+        shown["eta"] = duration(self.eta_s)
+        return {name: text for name, text in shown.items() if text}
+
+    def line(self) -> str:
+        """One line of text, without end."""
+        if self.phase == "loading":
+            return "loading the model"
+        rows = f"{self.rows_done:,}" if self.rows_total is None else f"{self.rows_done:,}/{self.rows_total:,}"
+        numbers = ", ".join(f"{name} {text}" for name, text in self.numbers().items())
+        return f"{self.phase}: {rows} rows, {numbers}"
+
+
+def duration(seconds: float | None) -> str:
+    """A time as a reader says it: 42s, 3m10s, 2h05m, 3d04h; "" for None."""
+    if seconds is None:
+        return ""
+    whole = max(0, round(seconds))
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // part:02d}{smaller}"
+    return f"{whole}s"
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+@dataclass(slots=True)
+class RateMeter:
+    """Means of counters over the last seconds.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    _points: deque[tuple[float, tuple[int, ...]]] = field(default_factory=deque)
+
+    def add(self, *counters: int) -> None:
+        """Note the counters as they are now."""
+        now = self.clock()
+        self._points.append((now, counters))
+        while len(self._points) > 2 and now - self._points[1][0] > _RATE_SPAN_S:
+            self._points.popleft()
+
+    def rates(self) -> tuple[float | None, ...]:
+        """Each counter's increase a second; None before half a second has passed."""
+        (then, first), (now, last) = self._points[0], self._points[-1]
+        if now - then < 0.5:
+            return (None,) * len(last)
+        return tuple((b - a) / (now - then) for a, b in zip(first, last, strict=True))
+
+
+class Reporter(Protocol):
+    """Who shows a job to its user. Called from the thread that runs the job."""
+
+    def say(self, line: str) -> None:
+        """Show a line that stays: a decision, a warning, what became of something."""
+
+    def show(self, state: ProgressState) -> None:
+        """Show the state of this moment, a few times a second."""
+
+    def close(self) -> None:
+        """The job is over; whatever is drawn stays as it is."""
+
+
+class LineReporter:
+    """Plain lines on a stream, one with the progress every ten seconds: for log files and scripts.
+
+    Args:
+        stream: where; by default stderr.
+        quiet: show nothing.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False):
+        self._stream, self._quiet = stream or sys.stderr, quiet
+        self._last = -_LINE_EVERY_S
+        self._phase = ""
+
+    def say(self, line: str) -> None:
+        """Write the line."""
+        if not self._quiet:
+            print(line, file=self._stream, flush=True)
+
+    def show(self, state: ProgressState) -> None:
+        """Write a line when the phase changed or ten seconds have passed."""
+        now = time.monotonic()
+        if state.phase == self._phase and now - self._last < _LINE_EVERY_S:
+            return
+        self._phase, self._last = state.phase, now
+        self.say(state.line())
+
+    def close(self) -> None:
+        """Nothing to do."""

@@ -1,0 +1,173 @@
+"""RowLoop: the one loop that joins rows and engine."""
+
+import time
+from collections.abc import Callable
+
+from batchgen.engine.client import EngineClient
+from batchgen.engine.messages import Limits
+from batchgen.errors import BatchgenError
+from batchgen.jobs.control import ControlServer
+from batchgen.jobs.events import EventLog
+from batchgen.jobs.feeder import RowFeeder
+from batchgen.jobs.monitor import Monitor
+from batchgen.jobs.row import RowResult, Sample
+from batchgen.jobs.stopping import StopFlag
+from batchgen.jobs.store import ShardStore
+from batchgen.jobs.window import Ready, Window
+from batchgen.outputs import RequestOutput
+
+# Requests in flight for each one that can run: enough that the engine never waits for this process.
+_ROWS_PER_SEQ = 2
+_LEAST_ROWS = 8
+# The longest wait for the engine: how late a signal, a command or a commit may be noticed.
+_POLL_S = 0.1
+# The wait while rows are still being rendered and the engine has room for them.
+_SHORT_POLL_S = 0.01
+
+
+class RowLoop:
+    """Feeds rows to the engine and results to the store, until all are done or a stop is asked for.
+
+    Args:
+        feeder: gives rows.
+        engine: runs them.
+        store: keeps results.
+        stop: asks for an end.
+        monitor: shows and logs.
+        events: the event log.
+        control: brings commands, or None where there is no socket.
+        num_samples: sequences a row needs (`n`).
+        commit_interval_s: seconds between commits.
+        drain_timeout_s: seconds that rows in flight get once a stop is asked for.
+    """
+
+    def __init__(
+        self,
+        feeder: RowFeeder,
+        engine: EngineClient,
+        store: ShardStore,
+        *,
+        stop: StopFlag,
+        monitor: Monitor,
+        events: EventLog,
+        control: ControlServer | None = None,
+        num_samples: int = 1,
+        commit_interval_s: float = 5.0,
+        drain_timeout_s: float = 5.0,
+    ):
+        self._feeder, self._engine, self._store = feeder, engine, store
+        self._stop, self._monitor, self._events, self._control = stop, monitor, events, control
+        self._num_samples = num_samples
+        self._commit_interval_s, self._drain_timeout_s = commit_interval_s, drain_timeout_s
+        self._window = Window(0)
+        self._is_paused = False
+        self._next_commit = 0.0
+        self.num_appended = 0
+
+    def run(self) -> None:
+        """Run until everything is committed, or a stop is asked for and what could finish is committed.
+
+        Raises:
+            EngineError, InputError, SinkError: see `JobRunner`; finished rows may still be pending in the store.
+        """
+        self._size_window(self._engine.stats().max_num_seqs)
+        self._next_commit = time.monotonic() + self._commit_interval_s
+        self._monitor.phase = "running"
+        while not self._stop.is_set:
+            self._obey()
+            self._admit()
+            if self._feeder.is_exhausted and not self._window:
+                break
+            self._collect(self._poll_s())
+            self._commit_if_due()
+            self._monitor.tick(self._engine.stats, self._window)
+        if self._stop.is_set:
+            self._drain()
+        self._monitor.tick(self._engine.stats, self._window, now=True)
+
+    def _drain(self) -> None:
+        """Let rows in flight finish, for a while; those of a paused engine never would."""
+        self._monitor.phase = "draining"
+        self._events.put("draining", num_in_flight=len(self._window))
+        deadline = time.monotonic() + self._drain_timeout_s
+        while self._window and not self._is_paused and not self._stop.is_urgent:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._collect(min(left, _POLL_S))
+            self._monitor.tick(self._engine.stats, self._window)
+
+    def _admit(self) -> None:
+        """Fill the window; rows that failed before the engine are results already."""
+        while self._window.room and not self._is_paused:
+            # With an idle engine there is nothing else to wait for.
+            wait_s = 0.0 if self._window else _POLL_S
+            items = self._feeder.take(self._window.room, wait_s)
+            if not items:
+                return
+            for item in items:
+                if isinstance(item, Ready):
+                    self._engine.add(self._window.admit(item))
+                else:
+                    self._append(item)
+            self._commit_if_due()
+
+    def _poll_s(self) -> float:
+        is_hungry = self._window.room > 0 and not self._feeder.is_exhausted and not self._is_paused
+        return _SHORT_POLL_S if is_hungry else _POLL_S
+
+    def _collect(self, timeout_s: float) -> None:
+        if not self._window:
+            if self._is_paused:
+                time.sleep(timeout_s)
+            return
+        for output in self._engine.poll(timeout_s):
+            if output.finished:
+                self._append(_result(self._window.finish(output.request_id), output))
+
+    def _append(self, result: RowResult) -> None:
+        self._store.append(result)
+        self.num_appended += 1
+
+    def _commit_if_due(self) -> None:
+        if time.monotonic() < self._next_commit and not self._store.is_full:
+            return
+        self._store.commit()
+        self._next_commit = time.monotonic() + self._commit_interval_s
+
+    def _size_window(self, max_num_seqs: int) -> None:
+        self._window.capacity = max(_LEAST_ROWS, _ROWS_PER_SEQ * max_num_seqs // self._num_samples)
+
+    def _obey(self) -> None:
+        for command in self._control.take() if self._control is not None else ():
+            self._events.put("command", command=command.name, **dict(command.settings))
+            if command.name == "stop":
+                self._stop.request()
+            elif command.name == "set":
+                limits = Limits(**dict(command.settings))
+                self._engine.set_limits(limits)
+                self._size_window(limits.max_num_seqs or self._window.capacity)
+            elif command.name in ("pause", "resume"):
+                self._is_paused = command.name == "pause"
+                act: Callable[[], None] = self._engine.pause if self._is_paused else self._engine.resume
+                act()
+                self._monitor.phase = "paused" if self._is_paused else "running"
+
+
+def check_conserved(num_read: int, num_appended: int) -> None:
+    """Check that every row that was read has one result.
+
+    Raises:
+        BatchgenError: rows were lost or doubled on their way; a fault of batchgen.
+    """
+    if num_read != num_appended:
+        raise BatchgenError(
+            f"{num_read} rows were read and {num_appended} written: rows were lost; this is a fault of batchgen"
+        )
+
+
+def _result(ready: Ready, output: RequestOutput) -> RowResult:
+    samples = tuple(
+        Sample(sample.text, str(sample.finish_reason), len(sample.token_ids)) for sample in output.outputs
+    )
+    return RowResult(ready.row, samples, ready.num_input_tokens, output.error, ready.warnings)

@@ -1,0 +1,324 @@
+"""run: one job from its spec to its shards."""
+
+import os
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+from batchgen.engine.client import EngineClient
+from batchgen.engine.messages import EngineInfo, EngineRequest, pack_ids
+from batchgen.engine.start import start_engine
+from batchgen.errors import BatchgenError, EngineError, SinkError
+from batchgen.jobs.atomic import Disk
+from batchgen.jobs.control import ControlServer
+from batchgen.jobs.events import EventLog
+from batchgen.jobs.feeder import Item, RowFeeder, RowReader
+from batchgen.jobs.fingerprint import check_same_job, pinned_engine_args
+from batchgen.jobs.layout import OutputFolder
+from batchgen.jobs.lock import OutputLock
+from batchgen.jobs.manifest import Manifest, json_form, pack_schema
+from batchgen.jobs.monitor import Monitor
+from batchgen.jobs.output_state import (
+    display_path,
+    make_folders,
+    read_source_rows,
+    refuse_strangers,
+    start_over,
+    write_source_rows,
+)
+from batchgen.jobs.prepare import PreparedJob, prepare
+from batchgen.jobs.progress import LineReporter, Reporter
+from batchgen.jobs.row import Row, RowResult
+from batchgen.jobs.row_loop import RowLoop, check_conserved
+from batchgen.jobs.spec import JobSpec
+from batchgen.jobs.stopping import Interrupted, StopFlag
+from batchgen.jobs.store import ShardStore
+from batchgen.jobs.summary import JobSummary
+from batchgen.jobs.window import Ready
+from batchgen.outputs import RowFailure
+from batchgen.version import __version__
+
+_RENDER_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
+
+
+def run(
+    spec: JobSpec,
+    *,
+    restart: bool = False,
+    quiet: bool = False,
+    stop: StopFlag | None = None,
+    reporter: Reporter | None = None,
+    disk: Disk | None = None,
+) -> JobSummary:
+    """Run a job, or go on with it where an earlier run ended; when all is done, say so without loading the model.
+
+    In the main thread, SIGINT and SIGTERM are taken as in DESIGN: the first lets rows in flight finish for a
+    while, the second stops at once; both leave a consistent output and end here with a summary.
+
+    Args:
+        spec: the job.
+        restart: remove what earlier runs wrote to this output first.
+        quiet: no lines on stderr, when no `reporter` is given.
+        stop: asks for an end from another thread.
+        reporter: shows progress; by default lines on stderr.
+        disk: the hand that writes.
+
+    Raises:
+        ConfigError, InputError: the job is wrong; found before the model loads.
+        ResumeError: the output holds rows of another job, or another run has it.
+        ModelError, CapacityError: the model cannot be loaded.
+        EngineError: the engine died; finished rows are committed.
+        SinkError: the output cannot be written; what was committed before is kept.
+    """
+    stop = stop or StopFlag()
+    reporter = reporter or LineReporter(quiet=quiet)
+    runner = JobRunner(spec, stop, reporter, disk or Disk())
+    try:
+        with stop.handling_signals():
+            return runner.run(restart)
+    finally:
+        reporter.close()
+
+
+class JobRunner:
+    """One run of one job; see `run`."""
+
+    def __init__(self, spec: JobSpec, stop: StopFlag, reporter: Reporter, disk: Disk):
+        self._spec, self._stop, self._reporter, self._disk = spec, stop, reporter, disk
+        self._folder = OutputFolder(spec.output_dir)
+        self._started = time.monotonic()
+
+    def run(self, restart: bool) -> JobSummary:
+        """Run, and clean up whatever happens."""
+        with ExitStack() as stack:
+            try:
+                with self._stop.raising():
+                    stored = None if restart else Manifest.read(self._folder)
+                    job = prepare(self._spec, stored)
+                    make_folders(self._folder, self._disk)
+                    lock = stack.enter_context(OutputLock(self._folder.lock))
+                    if lock.dead_holder is not None:
+                        self._reporter.say(f"the run before ({lock.dead_holder}) ended without a word")
+                    stored = self._settle(job, restart)
+                    store = self._open_store(job, stored)
+                    reader = RowReader(job.source, store, self._spec.limit)
+                    has_rows = reader.peek()
+            except Interrupted:
+                return self._stopped_early()
+            if not has_rows:
+                return self._finished_before(store, reader)
+            return self._run_rows(stack, job, stored, store, reader)
+
+    def _settle(self, job: PreparedJob, restart: bool) -> Manifest | None:
+        """Make sure that the output is ours to write; the first run's manifest, if there was one."""
+        if restart:
+            start_over(self._folder, self._disk, self._reporter.say)
+        stored = Manifest.read(self._folder)
+        if stored is None:
+            refuse_strangers(self._folder)
+            return None
+        job.source.verify(stored.source)
+        check_same_job(stored, job.fingerprint, display_path(self._folder.root))
+        return stored
+
+    def _open_store(self, job: PreparedJob, stored: Manifest | None) -> ShardStore:
+        shard_rows = self._spec.output.shard_rows if stored is None else stored.shard_rows
+        if shard_rows != self._spec.output.shard_rows:
+            self._reporter.say(f"output.shard_rows stays {shard_rows:,}, as in the first run")
+        return ShardStore(self._folder, job.columns, shard_rows, disk=self._disk, say=self._reporter.say)
+
+    def _run_rows(
+        self,
+        stack: ExitStack,
+        job: PreparedJob,
+        stored: Manifest | None,
+        store: ShardStore,
+        reader: RowReader,
+    ) -> JobSummary:
+        events = EventLog(self._folder.events)
+        stack.callback(events.close)
+        control = self._open_control(stack)
+        rows_total = self._rows_total(job.source.num_rows)
+        rows_before = store.tally.rows if rows_total is None else store.count_done_before(rows_total)
+        monitor = Monitor(events, self._reporter, store.tally, rows_total=rows_total, rows_before=rows_before)
+        events.put(
+            "run", pid=os.getpid(), version=__version__, rows_total=rows_total, rows_before=rows_before
+        )
+        monitor.loading()
+        try:
+            with self._stop.raising():
+                engine = self._start_engine(stack, job, stored, events)
+                self._write_manifest(job, stored, engine.info)
+        except Interrupted:
+            return self._stopped_early(store)
+        render = _Renderer(job, engine.info)
+        feeder = RowFeeder(reader, render, _RENDER_THREADS)
+        stack.callback(feeder.close)
+        loop = RowLoop(
+            feeder,
+            engine,
+            store,
+            stop=self._stop,
+            monitor=monitor,
+            events=events,
+            control=control,
+            num_samples=job.params.n,
+            commit_interval_s=self._spec.output.commit_interval_s,
+            drain_timeout_s=self._spec.output.drain_timeout_s,
+        )
+        try:
+            loop.run()
+        except SinkError:
+            raise
+        except EngineError as error:
+            store.commit()
+            raise EngineError(f"{error}\n{self._kept(store)}") from error
+        except BatchgenError:
+            store.commit()
+            raise
+        except Exception:
+            # A fault of ours costs no finished row.
+            with suppress(SinkError):
+                store.commit()
+            raise
+        if not self._stop.is_set:
+            check_conserved(feeder.num_taken, loop.num_appended)
+            self._end_rows(store, reader)
+        store.commit()
+        summary = self._summary(store, reader, rows_now=loop.num_appended)
+        events.put("end", exit_code=summary.exit_code, rows_done=summary.rows_done)
+        return summary
+
+    def _start_engine(
+        self, stack: ExitStack, job: PreparedJob, stored: Manifest | None, events: EventLog
+    ) -> EngineClient:
+        config = job.config if stored is None else job.config.with_values(**pinned_engine_args(stored))
+        engine = start_engine(config, job.tokenizer)
+        stack.callback(engine.shutdown)
+        info = engine.info
+        for line in info.decisions:
+            self._reporter.say(line)
+        for name, (value, origin) in job.sampling_with_origins().items():
+            if origin != "default":
+                self._reporter.say(f"sampling.{name}={value} ({origin})")
+        if stored is not None and dict(stored.environment) != json_form(dict(info.environment)):
+            self._reporter.say(_other_environment(stored.environment, info.environment))
+        events.put(
+            "engine",
+            model=info.model,
+            architecture=info.architecture,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            reproducible=info.reproducible,
+            load_s=info.load_s,
+            pid=info.pid,
+            decisions=list(info.decisions),
+            environment=dict(info.environment),
+        )
+        return engine
+
+    def _write_manifest(self, job: PreparedJob, stored: Manifest | None, info: EngineInfo) -> None:
+        if stored is not None:
+            return
+        manifest = Manifest(
+            source=job.source.identity(),
+            num_rows=job.source.num_rows,
+            schema=pack_schema(job.columns.schema),
+            schema_text=job.columns.schema.to_string(show_schema_metadata=False),
+            shard_rows=self._spec.output.shard_rows,
+            fingerprint=job.fingerprint,
+            sampling=job.sampling_with_origins(),
+            engine=json_form(dict(info.resolved)),
+            environment=json_form(dict(info.environment)),
+        )
+        manifest.write(self._folder, self._disk)
+
+    def _open_control(self, stack: ExitStack) -> ControlServer | None:
+        try:
+            control = ControlServer(self._folder.root)
+        except OSError as error:
+            self._reporter.say(f"no control socket ({error}): pause and set are not to be had in this run")
+            return None
+        stack.callback(control.close)
+        return control
+
+    def _rows_total(self, num_rows: int | None) -> int | None:
+        known = read_source_rows(self._folder) if num_rows is None else num_rows
+        limit = self._spec.limit
+        # A limit says nothing of a source that may end before it, but it is all there is to show.
+        return known if limit is None else limit if known is None else min(limit, known)
+
+    def _end_rows(self, store: ShardStore, reader: RowReader) -> None:
+        if reader.num_rows is not None:
+            write_source_rows(self._folder, self._disk, reader.num_rows)
+        total = reader.num_rows if reader.num_rows is not None else self._spec.limit
+        if total is not None:
+            store.end_at(total)
+
+    def _finished_before(self, store: ShardStore, reader: RowReader) -> JobSummary:
+        self._end_rows(store, reader)
+        store.commit()
+        return replace(self._summary(store, reader, rows_now=0), was_finished=True)
+
+    def _stopped_early(self, store: ShardStore | None = None) -> JobSummary:
+        if store is not None:
+            return self._summary(store, None, rows_now=0)
+        root = display_path(self._folder.root)
+        return JobSummary(
+            output=root, rows_total=None, rows_done=0, rows_failed=0, rows_now=0, stopped=self._stop.exit_code
+        )
+
+    def _summary(self, store: ShardStore, reader: RowReader | None, *, rows_now: int) -> JobSummary:
+        tally = store.tally
+        total = self._rows_total(None if reader is None else reader.num_rows)
+        return JobSummary(
+            output=display_path(self._folder.root),
+            rows_total=total,
+            rows_done=tally.rows if total is None else store.count_done_before(total),
+            rows_failed=tally.rows_failed,
+            rows_now=rows_now,
+            failures=dict(tally.failures),
+            finish_reasons=dict(tally.finish_reasons),
+            input_tokens=tally.input_tokens,
+            generated_tokens=tally.generated_tokens,
+            elapsed_s=time.monotonic() - self._started,
+            stopped=self._stop.exit_code if self._stop.is_set else None,
+        )
+
+    def _kept(self, store: ShardStore) -> str:
+        return (
+            f"{store.tally.rows:,} finished rows are kept in {display_path(self._folder.root)}; "
+            f"run the same command again to go on"
+        )
+
+
+class _Renderer:
+    """Row -> request or failed result; called by several threads."""
+
+    def __init__(self, job: PreparedJob, info: EngineInfo):
+        self._render = job.renderer(info.max_model_len).render
+        self._params = job.params
+        # Only a stop string must be looked for while tokens come.
+        self._streams = bool(job.params.stop)
+
+    def __call__(self, row: Row) -> Item:
+        failure = row.batch.failures.get(row.offset)
+        prompt: Any = failure if failure is not None else self._render(row)
+        if isinstance(prompt, RowFailure):
+            return RowResult(row, failure=prompt, warnings=row.batch.warnings.get(row.offset, ()))
+        request = EngineRequest(
+            request_id=str(row.index),
+            prompt_token_ids=pack_ids(prompt.token_ids),
+            params=self._params,
+            seed=prompt.seed,
+            streams=self._streams,
+        )
+        return Ready(row, request, len(prompt.token_ids), prompt.warnings)
+
+
+def _other_environment(then: Any, now: Any) -> str:
+    names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+    listed = ", ".join(f"{name} {then.get(name)} → {now.get(name)}" for name in names)
+    return f"this is not the kind of machine of the first run ({listed}): rows may differ in their last bits"

@@ -1,0 +1,83 @@
+"""JobSummary: what became of a run, as numbers and as the lines that end it."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchgen.jobs.progress import duration
+from batchgen.outputs import FinishReason
+
+_EXIT_GOOD, _EXIT_ROWS_FAILED = 0, 3
+# Above this share of samples that were cut off, max_tokens is probably too low.
+_MUCH_CUT = 0.20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSummary:
+    """What became of a run. Rows and tokens count all runs on this output, `rows_now` this run's.
+
+    Args:
+        output: the output folder.
+        rows_total: rows of the job, or None when a run was stopped before that was known.
+        failures: `error.code` -> rows.
+        finish_reasons: reason -> samples.
+        was_finished: there was nothing to do.
+        stopped: exit code of an interrupted run, 128 and the signal's number; None when it ended by itself.
+    """
+
+    output: Path
+    rows_total: int | None
+    rows_done: int
+    rows_failed: int
+    rows_now: int
+    failures: Mapping[str, int] = field(default_factory=dict)
+    finish_reasons: Mapping[str, int] = field(default_factory=dict)
+    input_tokens: int = 0
+    generated_tokens: int = 0
+    elapsed_s: float = 0.0
+    was_finished: bool = False
+    stopped: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 all rows good; 3 finished, some rows failed; 130 or 143 interrupted with progress saved."""
+        if self.stopped is not None:
+            return self.stopped
+        return _EXIT_ROWS_FAILED if self.rows_failed else _EXIT_GOOD
+
+    @property
+    def rows_ok(self) -> int:
+        """Rows without an error."""
+        return self.rows_done - self.rows_failed
+
+    def lines(self) -> list[str]:
+        """The end of a run, in words."""
+        lines = [self._first_line()]
+        if self.rows_failed:
+            codes = ", ".join(f"{code} {count:,}" for code, count in sorted(self.failures.items()))
+            lines.append(f"{self.rows_failed:,} rows failed ({codes}); their `error` column says why")
+        samples = sum(self.finish_reasons.values())
+        cut = self.finish_reasons.get(FinishReason.LENGTH, 0)
+        if samples and cut / samples > _MUCH_CUT:
+            lines.append(
+                f"warning: {cut / samples:.0%} of the texts were cut off at their token limit (finish_reason "
+                f"length); raise sampling.max_tokens if they should be whole"
+            )
+        if self.stopped is not None:
+            lines.append("run the same command again to go on")
+        else:
+            lines.append(f"results: {self.output}")
+            look = f"import datasets; print(datasets.load_from_disk({str(self.output)!r})[0])"
+            lines.append(f"see them: python -c {shlex.quote(look)}")
+        return lines
+
+    def _first_line(self) -> str:
+        rows = (
+            f"{self.rows_done:,}" if self.rows_total is None else f"{self.rows_done:,} of {self.rows_total:,}"
+        )
+        if self.was_finished:
+            return f"{rows} rows were done before; there is nothing to do"
+        took = f"{self.rows_now:,} of them in this run, {duration(self.elapsed_s)}"
+        state = "stopped" if self.stopped is not None else "finished"
+        return f"{state}: {rows} rows done ({took}), {self.generated_tokens:,} tokens generated"
