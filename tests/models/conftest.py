@@ -1,0 +1,93 @@
+"""Fixtures for model tests: build our decoder from files, and run it over a plan of mixed batches."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchgen.engine.scheduler_output import ScheduledSequence, SchedulerOutput
+from batchgen.kernels.kv import torch_dtype
+from batchgen.kernels.ops import choose
+from batchgen.models.decoder import Decoder
+from batchgen.models.gguf_file import GGUFFile
+from batchgen.models.gguf_weights import GGUFSource
+from batchgen.models.location import resolve_model
+from batchgen.models.model_config import ModelConfig
+from batchgen.models.weights import SafetensorsSource, load_weights
+from batchgen.quantization.base import method_for
+from batchgen.worker.input_batch import build_batch
+
+BLOCK_SIZE = 16
+
+
+def build_decoder(path: Path, *, backend: str = "reference", transforms: Sequence[Any] = ()) -> Decoder:
+    location = resolve_model(str(path))
+    if location.kind == "gguf":
+        file = GGUFFile(location.path)
+        config = ModelConfig.from_gguf(file)
+        source: Any = GGUFSource(file, config)
+    else:
+        config = ModelConfig.from_hf(location.read_json("config.json") or {})
+        source = SafetensorsSource(location.path)
+    kernels = choose("cpu", "float32", backend=backend, head_dim=config.head_dim, block_size=BLOCK_SIZE)
+    device = torch.device("cpu")
+    model = Decoder(
+        config,
+        kernels,
+        method_for(config.quantization, str(path))(kernels, torch_dtype("float32"), device),
+        dtype="float32",
+        device=device,
+        max_len=config.max_len,
+        block_size=BLOCK_SIZE,
+        rope_divisors=source.rope_divisors() if location.kind == "gguf" else None,
+    )
+    load_weights(model, source, transforms)
+    model.bind_kv([kernels.allocate_kv(spec, 40, device) for spec in model.kv_specs])
+    return model
+
+
+def run_plan(model: Decoder, prompts: Sequence[list[int]], plan: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits of every position of every prompt, computed by steps: plan[i][s] tokens of prompt s in step i."""
+    width = 40 // len(prompts)
+    # Blocks of each sequence are scattered, so that a wrong table is seen.
+    tables = [list(range(index, width * len(prompts), len(prompts))) for index in range(len(prompts))]
+    done = [0] * len(prompts)
+    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for number, counts in enumerate(plan):
+        scheduled = []
+        for index, count in enumerate(counts):
+            if count:
+                ids = prompts[index][done[index] : done[index] + count]
+                scheduled.append(ScheduledSequence(index, ids, done[index], (tables[index],)))
+                done[index] += count
+        step = SchedulerOutput(number, tuple(scheduled))
+        batch = build_batch(step, block_size=BLOCK_SIZE, num_groups=1, device=model.device, newest={})
+        logits = model.logits(model.forward(batch.token_ids, batch.positions, batch.metas[0])).clone()
+        parts = logits.split([len(sequence.token_ids) for sequence in scheduled])
+        for sequence, part in zip(scheduled, parts, strict=True):
+            found[sequence.seq_id].append(part)
+    assert done == [len(prompt) for prompt in prompts], "the plan must cover the prompts"
+    return [torch.cat(parts) for parts in found]
+
+
+@pytest.fixture(scope="session")
+def decoder() -> Callable[..., Decoder]:
+    return build_decoder
+
+
+@pytest.fixture(scope="session")
+def run() -> Callable[..., list[torch.Tensor]]:
+    return run_plan
+
+
+@pytest.fixture(scope="session")
+def truth() -> Callable[[Any, Sequence[list[int]]], list[torch.Tensor]]:
+    """transformers' logits of every position, each prompt alone and whole."""
+
+    @torch.no_grad()
+    def logits(model: Any, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
+        return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+
+    return logits
