@@ -1,0 +1,310 @@
+"""Random streams of requests, against invariants after every step, the tokens they must give, and a simulator."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.config import EngineConfig
+from batchgen.engine.messages import EngineRequest, SampleOutput, pack_ids, unpack_ids
+from batchgen.engine.scheduler import Scheduler
+from batchgen.outputs import FailureCode
+from batchgen.sampling_params import SamplingParams
+from batchgen.testing import CountingExecutor
+
+BLOCK = 16
+MAX_LEN = 120
+
+
+@dataclass
+class Ask:
+    """A request and when it comes; `aborted_after` steps later it is dropped."""
+
+    prompt: list[int]
+    max_tokens: int
+    n: int = 1
+    temperature: float = 0.0
+    comes_at: int = 0
+    aborted_after: int | None = None
+    streams: bool = True
+
+    def request(self, number: int) -> EngineRequest:
+        params = SamplingParams(n=self.n, max_tokens=self.max_tokens, temperature=self.temperature)
+        return EngineRequest(
+            request_id=str(number),
+            prompt_token_ids=pack_ids(self.prompt),
+            params=params,
+            seed=number,
+            streams=self.streams,
+        )
+
+
+# Few different beginnings, so that the prefix cache is hit often; lengths around block edges.
+prompts = st.builds(
+    lambda start, length, end: [*([start] * length), *end],
+    st.integers(0, 2),
+    st.sampled_from([0, 1, 15, 16, 17, 31, 32, 48, 64]),
+    st.lists(st.integers(0, 100), min_size=1, max_size=4),
+)
+asks = st.builds(
+    Ask,
+    prompt=prompts,
+    max_tokens=st.sampled_from([1, 2, 15, 17, 40]),
+    n=st.sampled_from([1, 1, 2, 5]),
+    temperature=st.sampled_from([0.0, 1.0]),
+    comes_at=st.integers(0, 12),
+    aborted_after=st.sampled_from([None, None, None, 0, 3, 20]),
+    streams=st.booleans(),
+)
+
+
+@dataclass
+class Run:
+    """What came out of a stream of requests."""
+
+    told: dict[tuple[str, int], SampleOutput] = field(default_factory=dict)
+    dropped: set[str] = field(default_factory=set)
+    trace: list[list[tuple[int, int, int]]] = field(default_factory=list)
+
+
+def run_stream(
+    scheduler: Scheduler,
+    executor: CountingExecutor,
+    stream: list[Ask],
+    joined: Any,
+    check: Callable[[Scheduler], None],
+) -> Run:
+    run = Run()
+    outputs: list[SampleOutput] = []
+    lag = 0
+    for now in range(3000):
+        for number, ask in enumerate(stream):
+            if ask.comes_at == now:
+                scheduler.add(ask.request(number))
+            if ask.aborted_after is not None and ask.comes_at + ask.aborted_after == now:
+                ended = [each for each in outputs if each.request_id == str(number) and each.finish_reason]
+                if len(ended) < ask.n:
+                    run.dropped.add(str(number))
+                scheduler.table.drop(str(number))
+        check(scheduler)
+        step = scheduler.schedule()
+        check(scheduler)
+        check_step(scheduler, step)
+        if step.sequences:
+            lag = 0
+            run.trace.append([(s.seq_id, s.num_computed_tokens, len(s.token_ids)) for s in step.sequences])
+            outputs += scheduler.update(executor.execute(step))
+        else:
+            lag += 1
+            outputs += scheduler.take_outputs()
+            assert lag < 15 or scheduler.has_work is False, "requests are there and nothing moves"
+        check(scheduler)
+        if not scheduler.has_work and now > 40:
+            break
+    assert not scheduler.has_work, "somebody waits for ever"
+    assert scheduler.blocks.pool.num_free == scheduler.blocks.num_blocks
+    run.told = joined(each for each in outputs if each.request_id not in run.dropped)
+    return run
+
+
+def check_step(scheduler: Scheduler, step: Any) -> None:
+    assert step.num_tokens <= scheduler.max_num_batched_tokens
+    assert len(step.sequences) <= scheduler.max_num_seqs
+    assert len(scheduler.table.running) <= scheduler.max_num_seqs
+    assert len({each.seq_id for each in step.sequences}) == len(step.sequences)
+    targets = [target for _, target in step.block_copies]
+    assert len(set(targets)) == len(targets)
+    for each in step.sequences:
+        end = each.num_computed_tokens + len(each.token_ids)
+        assert each.token_ids
+        assert all(len(table) * BLOCK >= end for table in each.block_ids)
+
+
+def engine(
+    num_groups: int = 1, *, blocks: int, seqs: int, tokens: int, caching: bool, make_scheduler: Any
+) -> tuple[Scheduler, CountingExecutor]:
+    config = EngineConfig.from_engine_args(
+        model="counting:", num_gpu_blocks_override=blocks, max_num_seqs=seqs, max_model_len=MAX_LEN
+    )
+    scheduler = make_scheduler(
+        num_blocks=blocks,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=MAX_LEN,
+        enable_prefix_caching=caching,
+        num_groups=num_groups,
+    )
+    return scheduler, CountingExecutor(config, num_groups=num_groups)
+
+
+def check_against_truth(run: Run, stream: list[Ask], expected_tokens: Any, capacity: int) -> None:
+    for number, ask in enumerate(stream):
+        if str(number) in run.dropped:
+            continue
+        request = ask.request(number)
+        for index in range(ask.n):
+            told = run.told[str(number), index]
+            tokens = unpack_ids(told.token_ids)
+            truth = expected_tokens(request, index, max_model_len=MAX_LEN)
+            assert tokens == truth[: len(tokens)]
+            if told.error is None:
+                assert len(tokens) == len(truth)
+                assert told.finish_reason == "length"
+            elif told.error.code is FailureCode.NEVER_FITS:
+                assert len(ask.prompt) > capacity
+                assert not tokens
+            else:
+                assert told.error.code is FailureCode.KV_CAPACITY
+                assert len(ask.prompt) + len(tokens) == capacity + 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    stream=st.lists(asks, min_size=1, max_size=10),
+    blocks=st.sampled_from([1, 3, 5, 8, 14, 60]),
+    seqs=st.sampled_from([1, 2, 4, 16]),
+    tokens=st.sampled_from([1, 7, 16, 64, 500]),
+    caching=st.booleans(),
+    num_groups=st.sampled_from([1, 1, 1, 2]),
+)
+def test_any_stream_ends_with_the_right_tokens_and_keeps_the_invariants(
+    make_scheduler: Any,
+    expected_tokens: Any,
+    joined: Any,
+    check_blocks: Any,
+    stream: list[Ask],
+    blocks: int,
+    seqs: int,
+    tokens: int,
+    caching: bool,
+    num_groups: int,
+) -> None:
+    scheduler, executor = engine(
+        num_groups, blocks=blocks, seqs=seqs, tokens=tokens, caching=caching, make_scheduler=make_scheduler
+    )
+    run = run_stream(scheduler, executor, stream, joined, check_blocks)
+    check_against_truth(run, stream, expected_tokens, blocks // num_groups * BLOCK)
+
+
+def simulate(stream: list[Ask], blocks: int, seqs: int, tokens: int) -> list[list[tuple[int, int, int]]]:
+    """Who computes what in each step, from counts alone; one sample a request, no prefix cache.
+
+    An entry of a step is (request, first position, tokens).
+    """
+    known = {number: len(ask.prompt) for number, ask in enumerate(stream)}
+    ends = {number: min(len(ask.prompt) + ask.max_tokens, MAX_LEN) for number, ask in enumerate(stream)}
+    done = dict.fromkeys(known, 0)
+    held = dict.fromkeys(known, 0)
+    running: set[int] = set()
+    waiting: set[int] = set()
+    trace: list[list[tuple[int, int, int]]] = []
+
+    def size(length: int) -> int:
+        return (length + BLOCK - 1) // BLOCK
+
+    def stop(number: int) -> None:
+        running.discard(number)
+        held[number] = done[number] = 0
+
+    for now in range(3000):
+        for number, ask in enumerate(stream):
+            if ask.comes_at == now and size(len(ask.prompt)) <= blocks:
+                waiting.add(number)
+        step: list[tuple[int, int, int]] = []
+        budget, has_preempted = tokens, False
+        for number in sorted(running):
+            if number not in running or budget == 0:
+                continue
+            count = min(known[number] - done[number], budget)
+            need = max(size(done[number] + count) - held[number], 0)
+            while number in running and need > blocks - sum(held.values()):
+                victim = max(running)
+                if len(running) > 1:
+                    has_preempted = True
+                    waiting.add(victim)
+                stop(victim)  # alone, it has outgrown the pool
+            if number in running:
+                held[number] += need
+                step.append((number, done[number], count))
+                done[number] += count
+                budget -= count
+        while not has_preempted and budget and waiting and len(running) < seqs:
+            number = min(waiting)
+            if size(known[number]) > blocks:
+                waiting.remove(number)
+                continue
+            if size(known[number]) > blocks - sum(held.values()):
+                break
+            waiting.remove(number)
+            running.add(number)
+            held[number] = size(known[number])
+            count = min(known[number], budget)
+            step.append((number, 0, count))
+            done[number] = count
+            budget -= count
+        for number, _, _ in step:
+            if done[number] == known[number]:
+                known[number] += 1
+                if known[number] == ends[number]:
+                    stop(number)
+        if step:
+            trace.append(step)
+        if not running and not waiting and now > 15:
+            return trace
+    raise AssertionError("the simulator does not end")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    stream=st.lists(
+        st.builds(
+            Ask,
+            prompt=prompts,
+            max_tokens=st.sampled_from([1, 2, 15, 17, 40]),
+            comes_at=st.integers(0, 12),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    blocks=st.sampled_from([2, 3, 5, 8, 14, 60]),
+    seqs=st.sampled_from([1, 2, 4, 16]),
+    tokens=st.sampled_from([1, 7, 16, 64, 500]),
+)
+def test_who_runs_is_what_an_independent_simulator_says(
+    make_scheduler: Any,
+    joined: Any,
+    check_blocks: Any,
+    stream: list[Ask],
+    blocks: int,
+    seqs: int,
+    tokens: int,
+) -> None:
+    stream = sorted(stream, key=lambda ask: ask.comes_at)
+    scheduler, executor = engine(
+        blocks=blocks, seqs=seqs, tokens=tokens, caching=False, make_scheduler=make_scheduler
+    )
+    run = run_stream(scheduler, executor, stream, joined, check_blocks)
+    assert run.trace == simulate(stream, blocks, seqs, tokens)
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_through_a_tiny_pool(
+    make_scheduler: Any, expected_tokens: Any, joined: Any
+) -> None:
+    scheduler, executor = engine(blocks=40, seqs=16, tokens=64, caching=True, make_scheduler=make_scheduler)
+    requests = [
+        Ask([number % 7] * (1 + number % 40), 1 + number % 13).request(number) for number in range(10_000)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    outputs: list[SampleOutput] = []
+    while scheduler.has_work:
+        outputs += scheduler.update(executor.execute(scheduler.schedule()))
+    told = joined(outputs)
+    assert len(told) == len(requests)
+    for number in range(0, 10_000, 97):
+        assert unpack_ids(told[str(number), 0].token_ids) == expected_tokens(requests[number])
+    assert scheduler.blocks.pool.num_free == 40
