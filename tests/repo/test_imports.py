@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-BASE = ("errors", "registry", "version", "config", "sampling_params", "outputs", "seeds", "content_hash")
+BASE = (
+    "errors",
+    "registry",
+    "version",
+    "config",
+    "sampling_params",
+    "outputs",
+    "seeds",
+    "content_hash",
+    "counting",
+)
 MODEL_PARTS = ("kernels", "layers", "quantization", "models")
 
 # Part of batchgen -> the other parts it may import (and itself). The longest matching name counts.
@@ -31,8 +41,20 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": (*BASE, "kernels.kv", "worker", "tokenizer", "echo"),
     "byte_tokenizer": (*BASE, "tokenizer"),
     "echo": (*BASE, "engine", "tokenizer", "byte_tokenizer"),
-    "testing": (*BASE, *MODEL_PARTS, "tokenizer", "worker", "engine", "byte_tokenizer", "echo"),
-    "jobs": (*BASE, "engine", "tokenizer", "models.location", "sampling_defaults"),
+    "counting": (*BASE, "engine.scheduler_output", "worker.executor"),
+    "tiny_models": (*BASE, *MODEL_PARTS, "tokenizer"),
+    "testing": (
+        *BASE,
+        *MODEL_PARTS,
+        "tokenizer",
+        "worker",
+        "engine",
+        "byte_tokenizer",
+        "echo",
+        "counting",
+        "tiny_models",
+    ),
+    "jobs": (*BASE, "engine", "tokenizer", "models.location", "sampling_defaults", "echo", "byte_tokenizer"),
     "widgets": (*BASE, "jobs"),
 }
 TOP = ("api", "cli")  # may import anything; nothing imports them
@@ -47,7 +69,7 @@ HARDWARE = {
     # what nobody else may touch -> where it may be
     r"^\s*(import triton|from triton)": r"kernels/gpu/.*",
     r"torch\.cuda\.|\.is_cuda\b|device\.type\b": (
-        r"kernels/(gpu/.*|backend\.py|ops\.py)|batchgen/worker/(device|memory|graph_runner)\.py"
+        r"kernels/(gpu/.*|backend\.py|ops\.py|checks\.py)|batchgen/worker/(device|load|memory|graph_runner)\.py"
     ),
     r"torch\.compile\(": r"batchgen/worker/model_runner\.py",
 }
