@@ -121,6 +121,7 @@ class EchoEngine:
         self._order = 0
         self._step = 0
         self._num_free = num_blocks
+        self._num_running = 0
         self._ready: list[RequestOutput] = []
         self._counters = _Counters()
         self._paused = False
@@ -183,7 +184,7 @@ class EchoEngine:
         for request_id in gone:
             self._ids.pop(request_id, None)
             if (item := self._running.pop(request_id, None)) is not None:
-                self._num_free += item.num_blocks
+                self._release(item)
 
     def poll(self, timeout_s: float | None = None) -> list[RequestOutput]:
         """Finished requests; waits for at least one, at most `timeout_s`."""
@@ -213,7 +214,7 @@ class EchoEngine:
         return EngineStats(
             time_s=time.time(),
             num_waiting=len(self._waiting),
-            num_running=sum(len(item.samples) for item in self._running.values()),
+            num_running=self._num_running,
             num_blocks=self.info.num_blocks,
             num_used_blocks=used,
             num_steps=self._step,
@@ -311,14 +312,13 @@ class EchoEngine:
         self._step = target
 
     def _start_waiting(self) -> None:
-        num_running = sum(len(item.samples) for item in self._running.values())
         while self._waiting:
             item = self._waiting[0]
-            is_over_width = self._running and num_running + len(item.samples) > self._max_num_seqs
+            is_over_width = self._running and self._num_running + len(item.samples) > self._max_num_seqs
             if item.num_blocks > self._num_free or is_over_width:
                 return
             self._waiting.popleft()
-            num_running += len(item.samples)
+            self._num_running += len(item.samples)
             self._num_free -= item.num_blocks
             self._counters.prompt_tokens += len(item.prompt_ids)
             late = _hash(item.request.prompt_token_ids) % (self._options.jitter + 1)
@@ -335,8 +335,12 @@ class EchoEngine:
             # An aborted request's entry stays in the heap until its time comes.
             if self._running.get(item.request.request_id) is item:
                 del self._running[item.request.request_id]
-                self._num_free += item.num_blocks
+                self._release(item)
                 self._finish(item)
+
+    def _release(self, item: _Running) -> None:
+        self._num_free += item.num_blocks
+        self._num_running -= len(item.samples)
 
     def _finish(self, item: _Running) -> None:
         if self._options.die_after and self._counters.finished >= self._options.die_after:

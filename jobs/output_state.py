@@ -1,4 +1,4 @@
-"""What an output folder holds before a run: nothing, this job, another job's rows, or files of somebody else."""
+"""What an output folder holds before a run: nothing, a job of ours, or files of somebody else."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,10 @@ def refuse_strangers(folder: OutputFolder) -> None:
 
 
 def start_over(folder: OutputFolder, disk: Disk, say: Callable[[str], None]) -> None:
-    """Remove what earlier runs wrote, and nothing else. The manifest goes last: until then the rows are ours."""
+    """Remove what earlier runs wrote, and nothing else.
+
+    The manifest goes last: until then the folder is ours, and this can be done again.
+    """
     if not folder.manifest.exists():
         return
     shards = folder.data_files()

@@ -1,4 +1,4 @@
-"""PreparedJob: a job with everything opened that needs no model: tokenizer, source, parameters, fingerprint."""
+"""PreparedJob: a job with everything opened that needs no model: tokenizer, source, parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -116,7 +116,7 @@ def _sampling(spec: JobSpec, defaults: Mapping[str, Any]) -> tuple[SamplingParam
     params, origins = effective_params(spec.sampling.given_params(), defaults)
     if params.n > 1 and params.is_greedy:
         raise ConfigError(
-            f"sampling.n: {params.n} at temperature {params.temperature:g} (from {origins['temperature']}) gives "
+            f"sampling.n: {params.n} at temperature {params.temperature:g} ({origins['temperature']}) gives "
             f"{params.n} copies; raise sampling.temperature or set n: 1"
         )
     # Every row brings its seed, and only whole rows are stored.

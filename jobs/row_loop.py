@@ -68,7 +68,7 @@ class RowLoop:
         """Run until everything is committed, or a stop is asked for and what could finish is committed.
 
         Raises:
-            EngineError, InputError, SinkError: see `JobRunner`; finished rows may still be pending in the store.
+            EngineError, InputError, SinkError: finished rows may still be pending in the store.
         """
         self._size_window(self._engine.stats().max_num_seqs)
         self._next_commit = time.monotonic() + self._commit_interval_s
@@ -162,7 +162,7 @@ def check_conserved(num_read: int, num_appended: int) -> None:
     """
     if num_read != num_appended:
         raise BatchgenError(
-            f"{num_read} rows were read and {num_appended} written: rows were lost; this is a fault of batchgen"
+            f"{num_read} rows were read and {num_appended} written: a fault of batchgen, please report it"
         )
 
 

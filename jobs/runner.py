@@ -51,7 +51,7 @@ def run(
     reporter: Reporter | None = None,
     disk: Disk | None = None,
 ) -> JobSummary:
-    """Run a job, or go on with it where an earlier run ended; when all is done, say so without loading the model.
+    """Run a job, or go on with it where an earlier run ended; without the model when all is done.
 
     In the main thread, SIGINT and SIGTERM are taken as in DESIGN: the first lets rows in flight finish for a
     while, the second stops at once; both leave a consistent output and end here with a summary.
