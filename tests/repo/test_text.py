@@ -1,6 +1,7 @@
 """What no file of the repository may hold, and what the documents promise."""
 
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -54,6 +55,21 @@ def test_names_in_the_documents_exist(repository: Path) -> None:
             except (ImportError, AttributeError) as error:
                 wrong.append(f"{document.name}: `{dotted}`: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_signatures_on_the_way_of_a_row_are_the_real_ones(repository: Path) -> None:
+    text = (repository / "docs" / "structure.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^\| `(batchgen[\w.]+)` \| `\(([\w, ]*)\) -> (.+?)` \|", text, re.MULTILINE)
+    assert len(steps) > 10
+    for dotted, parameters, returns in steps:
+        signature = inspect.signature(_resolve(dotted))
+        assert [name for name in signature.parameters if name != "self"] == re.findall(r"\w+", parameters), (
+            dotted
+        )
+        annotation = signature.return_annotation
+        given = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        # A document says `list[Item]` where Python says `list[batchgen.jobs.feeder.Item]`.
+        assert re.sub(r"[\w.]+\.(\w+)", r"\1", given) == returns.replace("\\|", "|"), dotted
 
 
 def test_paths_in_the_documents_exist(repository: Path) -> None:
