@@ -1,7 +1,7 @@
 """Random cases for attention: what tests, benchmarks and the GPU check hold kernels to the reference with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -63,8 +63,6 @@ class AttentionInputs:
     kv: LayerKV
     meta: AttentionMeta
     scale: float
-    key: list[Tensor] = field(default_factory=list)
-    value: list[Tensor] = field(default_factory=list)
 
     def attend(self, case: AttentionCase) -> Tensor:
         """The operation under test."""
@@ -74,7 +72,7 @@ class AttentionInputs:
 def make_inputs(
     case: AttentionCase, kernels: Kernels, dtype: str, device: str = "cpu", rounded_to: str | None = None
 ) -> AttentionInputs:
-    """Draw a case. The same case gives the same numbers, rounded to `rounded_to` (by default `dtype`) first."""
+    """Draw a case: always the same numbers, rounded to `rounded_to` (by default `dtype`) first."""
     generator = torch.Generator().manual_seed(case.seed)
     rounding, working = torch_dtype(rounded_to or dtype), torch_dtype(dtype)
 
@@ -88,7 +86,6 @@ def make_inputs(
     kv = kernels.allocate_kv(spec, num_blocks, device)
     kv.data.fill_(float("nan"))
     tables = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
-    inputs = AttentionInputs(kernels, torch.empty(0), kv, _empty_meta(device), case.head_dim**-0.5)
     queries, taken = [], 0
     for row, (length, count, num_queries) in enumerate(
         zip(case.seq_lens, counts, case.query_lens, strict=True)
@@ -97,13 +94,10 @@ def make_inputs(
         taken += count
         key, value = (draw(length, case.num_kv_heads, case.head_dim).to(device) for _ in range(2))
         kernels.store_kv(key, value, kv, slots_of(tables[row], length, case.block_size).to(device))
-        inputs.key.append(key)
-        inputs.value.append(value)
         # Drawn for the whole sequence, so that a query has the same numbers however the prompt is chunked.
         queries.append(draw(length, case.num_heads, case.head_dim)[length - num_queries :])
     starts = [0, *torch.tensor(case.query_lens).cumsum(0).tolist()]
-    inputs.query = torch.cat(queries).to(device)
-    inputs.meta = AttentionMeta(
+    meta = AttentionMeta(
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
         block_tables=tables.to(device),
@@ -111,7 +105,7 @@ def make_inputs(
         max_query_len=max(case.query_lens),
         max_seq_len=max(case.seq_lens),
     )
-    return inputs
+    return AttentionInputs(kernels, torch.cat(queries).to(device), kv, meta, case.head_dim**-0.5)
 
 
 def truth(case: AttentionCase, rounded_to: str) -> Tensor:
@@ -135,8 +129,3 @@ def slots_of(table: Tensor, length: int, block_size: int) -> Tensor:
     """Slots of a sequence's tokens, in order: table [M] int32 -> [length] int32."""
     positions = torch.arange(length)
     return (table[positions // block_size] * block_size + positions % block_size).to(torch.int32)
-
-
-def _empty_meta(device: str) -> AttentionMeta:
-    none = torch.zeros(0, dtype=torch.int32, device=device)
-    return AttentionMeta(none.new_zeros(1), none, none.view(0, 1), none, 0, 0)

@@ -3,6 +3,8 @@
 They run at every call of a step, so each asks a tensor for its shape and strides once.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -11,24 +13,42 @@ from batchgen.kernels.backend import PackedLinear
 from batchgen.kernels.kv import AttentionMeta, LayerKV
 
 
-def _disagree(op: str, dtype: torch.dtype, **tensors: Tensor) -> KernelError:
-    """The error that describes the tensors: DeviceError if they are apart, ShapeError otherwise."""
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What every activation must be: of this dtype, on a device of this type."""
+
+    dtype: torch.dtype
+    device: str
+
+
+def _disagree(op: str, home: Home, **tensors: Tensor) -> KernelError:
+    """The error that describes the tensors: DeviceError if they are elsewhere, ShapeError otherwise."""
     parts = ", ".join(
         f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} strides {tensor.stride()} "
         f"on {tensor.device}"
         for name, tensor in tensors.items()
     )
-    if len({tensor.device for tensor in tensors.values()}) > 1:
-        return DeviceError(f"{op}: tensors on different devices: {parts}")
-    return ShapeError(f"{op}: wrong or disagreeing tensors (kernels of {dtype}): {parts}; see Kernels.{op}")
+    if any(tensor.device.type != home.device for tensor in tensors.values()):
+        return DeviceError(f"{op}: every tensor must be on {home.device}: {parts}")
+    return ShapeError(
+        f"{op}: wrong or disagreeing tensors (kernels of {home.dtype}): {parts}; see Kernels.{op}"
+    )
 
 
-def _is_out(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> bool:
+def _is_at(device: str, *tensors: Tensor) -> bool:
+    # A loop: a generator costs twice the time.
+    for tensor in tensors:  # noqa: SIM110
+        if tensor.device.type != device:
+            return False
+    return True
+
+
+def _is_out(out: Tensor | None, home: Home, shape: tuple[int, ...]) -> bool:
     return out is None or (
         out.shape == shape
-        and out.dtype is like.dtype
+        and out.dtype is home.dtype
         and out.is_contiguous()
-        and out.get_device() == like.get_device()
+        and out.device.type == home.device
     )
 
 
@@ -36,47 +56,60 @@ def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def check_linear(dtype: torch.dtype, x: Tensor, packed: PackedLinear, out: Tensor | None) -> None:
+def check_weight(home: Home, weight: Tensor, bias: Tensor | None) -> None:
+    """Want weight [N, K] and bias [N], of any floating dtype."""
+    tensors = _given(weight=weight, bias=bias)
+    if (
+        weight.dim() != 2
+        or (bias is not None and bias.shape != weight.shape[:1])
+        or not _is_at(home.device, *tensors.values())
+        or not all(tensor.is_floating_point() for tensor in tensors.values())
+    ):
+        raise _disagree("pack_linear", home, **tensors)
+
+
+def check_linear(home: Home, x: Tensor, packed: PackedLinear, out: Tensor | None) -> None:
     """Want x [T, K] with dense rows; out [T, N] contiguous."""
     shape = x.shape
     if (
         len(shape) != 2
         or shape[1] != packed.in_features
         or x.stride()[1] != 1
-        or x.dtype is not dtype
-        or not _is_out(out, x, (shape[0], packed.out_features))
+        or x.dtype is not home.dtype
+        or not _is_at(home.device, x)
+        or not _is_out(out, home, (shape[0], packed.out_features))
     ):
-        error = _disagree("linear", dtype, **_given(x=x, out=out))
+        error = _disagree("linear", home, **_given(x=x, out=out))
         raise type(error)(f"{error}; the weight is [{packed.out_features}, {packed.in_features}]")
 
 
-def check_rows(op: str, dtype: torch.dtype, x: Tensor, weight: Tensor, out: Tensor | None) -> None:
+def check_rows(op: str, home: Home, x: Tensor, weight: Tensor, out: Tensor | None) -> None:
     """Want x [T, E] or [T, H, E], dense in all but the first dimension; weight [E]."""
     shape, stride = x.shape, x.stride()
     if (
         stride[-1] != 1
         or not (len(shape) == 2 or (len(shape) == 3 and stride[1] == shape[2]))
         or weight.shape != shape[-1:]
-        or x.dtype is not dtype
-        or weight.dtype is not dtype
+        or x.dtype is not home.dtype
+        or weight.dtype is not home.dtype
         or not weight.is_contiguous()
-        or weight.get_device() != x.get_device()
-        or not _is_out(out, x, shape)
+        or not _is_at(home.device, x, weight)
+        or not _is_out(out, home, shape)
     ):
-        raise _disagree(op, dtype, **_given(x=x, weight=weight, out=out))
+        raise _disagree(op, home, **_given(x=x, weight=weight, out=out))
 
 
-def check_residual(dtype: torch.dtype, x: Tensor, residual: Tensor) -> None:
+def check_residual(home: Home, x: Tensor, residual: Tensor) -> None:
     """Want residual [T, E] contiguous, like x [T, E]."""
-    if x.dim() != 2 or not _is_out(residual, x, x.shape):
-        raise _disagree("add_rms_norm", dtype, x=x, residual=residual)
+    if x.dim() != 2 or not _is_out(residual, home, x.shape):
+        raise _disagree("add_rms_norm", home, x=x, residual=residual)
 
 
 def _is_heads(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return len(shape) == 3 and stride[2] == 1 and stride[1] == shape[2]
 
 
-def check_rotary(dtype: torch.dtype, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+def check_rotary(home: Home, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     """Want query [T, H, D] and key [T, G, D] dense in a token, positions [T] int64, cos_sin [P, rot_dim]."""
     shape, key_shape, table = query.shape, key.shape, cos_sin.shape
     if (
@@ -84,35 +117,36 @@ def check_rotary(dtype: torch.dtype, query: Tensor, key: Tensor, positions: Tens
         or not _is_heads(key_shape, key.stride())
         or shape[0] != key_shape[0]
         or shape[2] != key_shape[2]
-        or query.dtype is not dtype
-        or key.dtype is not dtype
+        or query.dtype is not home.dtype
+        or key.dtype is not home.dtype
         or positions.shape != shape[:1]
         or positions.dtype is not torch.int64
         or not positions.is_contiguous()
         or len(table) != 2
         or table[1] > shape[2]
         or table[1] % 2
-        or cos_sin.dtype is not (torch.float64 if dtype is torch.float64 else torch.float32)
+        or cos_sin.dtype is not (torch.float64 if home.dtype is torch.float64 else torch.float32)
         or not cos_sin.is_contiguous()
-        or not query.get_device() == key.get_device() == positions.get_device() == cos_sin.get_device()
+        or not _is_at(home.device, query, key, positions, cos_sin)
     ):
-        raise _disagree("rotary", dtype, query=query, key=key, positions=positions, cos_sin=cos_sin)
+        raise _disagree("rotary", home, query=query, key=key, positions=positions, cos_sin=cos_sin)
 
 
-def check_silu_mul(dtype: torch.dtype, gate_up: Tensor, out: Tensor | None) -> None:
+def check_silu_mul(home: Home, gate_up: Tensor, out: Tensor | None) -> None:
     """Want gate_up [T, 2I] with dense rows."""
     shape = gate_up.shape
     if (
         len(shape) != 2
         or shape[1] % 2
         or gate_up.stride()[1] != 1
-        or gate_up.dtype is not dtype
-        or not _is_out(out, gate_up, (shape[0], shape[1] // 2))
+        or gate_up.dtype is not home.dtype
+        or not _is_at(home.device, gate_up)
+        or not _is_out(out, home, (shape[0], shape[1] // 2))
     ):
-        raise _disagree("silu_mul", dtype, **_given(gate_up=gate_up, out=out))
+        raise _disagree("silu_mul", home, **_given(gate_up=gate_up, out=out))
 
 
-def check_store_kv(key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
+def check_store_kv(home: Home, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
     """Want key and value [T, G, D] dense in a token, as the cache has them; slot_mapping [T] int32."""
     shape, spec, data = key.shape, kv.spec, kv.data
     if (
@@ -126,12 +160,13 @@ def check_store_kv(key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor
         or slot_mapping.shape != shape[:1]
         or slot_mapping.dtype is not torch.int32
         or not slot_mapping.is_contiguous()
-        or not key.get_device() == value.get_device() == data.get_device() == slot_mapping.get_device()
+        or not _is_at(home.device, key, value, data, slot_mapping)
     ):
-        raise _disagree("store_kv", data.dtype, key=key, value=value, slot_mapping=slot_mapping, kv=data)
+        raise _disagree("store_kv", home, key=key, value=value, slot_mapping=slot_mapping, kv=data)
 
 
 def check_attention(
+    home: Home,
     query: Tensor,
     kv: LayerKV,
     meta: AttentionMeta,
@@ -146,12 +181,10 @@ def check_attention(
         or shape[2] != spec.head_dim
         or shape[1] % spec.num_kv_heads
         or query.dtype is not data.dtype
-        or not query.get_device() == data.get_device() == meta.seq_lens.get_device()
-        or not _is_out(out, query, shape)
+        or not _is_at(home.device, query, data, meta.seq_lens)
+        or not _is_out(out, home, shape)
     ):
-        raise _disagree(
-            "attention", data.dtype, **_given(query=query, kv=data, seq_lens=meta.seq_lens, out=out)
-        )
+        raise _disagree("attention", home, **_given(query=query, kv=data, seq_lens=meta.seq_lens, out=out))
     room = meta.block_tables.shape[1] * spec.block_size
     if meta.max_seq_len > room:
         raise ShapeError(f"attention: max_seq_len {meta.max_seq_len} exceeds the {room} tokens of the tables")

@@ -94,12 +94,11 @@ class AttentionMeta:
             or self.slot_mapping.dim() != 1
         ):
             names = ("query_start_loc [S + 1]", "seq_lens [S]", "block_tables [S, M]", "slot_mapping [T]")
-            given = (
-                f"{n}: {list(t.shape)} {t.dtype} {t.device}" for n, t in zip(names, tensors, strict=True)
+            given = "; ".join(
+                f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                for name, tensor in zip(names, tensors, strict=True)
             )
-            raise ShapeError(
-                f"AttentionMeta wants contiguous int32 tensors on one device; got {'; '.join(given)}"
-            )
+            raise ShapeError(f"AttentionMeta wants contiguous int32 tensors on one device; got {given}")
 
 
 def torch_dtype(name: str) -> torch.dtype:

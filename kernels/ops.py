@@ -53,7 +53,7 @@ def choose(
     if choices["store_kv"].backend != choices["attention"].backend:
         owner = choices["attention"].backend
         choices["store_kv"] = Choice(owner, "attention reads its layout")
-    return Kernels(choices, torch_dtype(dtype))
+    return Kernels(choices, dtype=dtype, device=device)
 
 
 class Kernels:
@@ -61,7 +61,8 @@ class Kernels:
 
     Args:
         choices: operation -> the backend that serves it.
-        dtype: dtype of the activations.
+        dtype: name of the activations' dtype.
+        device: "cpu" or "cuda", where they are.
 
     All operations compute sums in float32 (float64 for float64 input) and return the dtype of their first
     argument. An `out` that is given must be contiguous and receives the result; it never overlaps an input.
@@ -69,9 +70,9 @@ class Kernels:
     different devices.
     """
 
-    def __init__(self, choices: Mapping[str, Choice], dtype: torch.dtype):
+    def __init__(self, choices: Mapping[str, Choice], *, dtype: str, device: str):
         self.choices = dict(choices)
-        self.dtype = dtype
+        self.home = checks.Home(torch_dtype(dtype), device)
         backends: dict[str, KernelBackend] = {
             op: BACKENDS.get(choice.backend) for op, choice in choices.items()
         }
@@ -95,14 +96,10 @@ class Kernels:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Lay a linear layer's weight out as its backend wants it.
 
-        Shapes: weight [N, K]; bias [N] or None.
+        Shapes: weight [N, K]; bias [N] or None; of any floating dtype.
         In place: the weight may be kept without a copy, so the caller must neither change nor keep it.
         """
-        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-            raise ShapeError(
-                f"pack_linear: weight must be [N, K] and bias [N]; got {list(weight.shape)} and "
-                f"{None if bias is None else list(bias.shape)}"
-            )
+        checks.check_weight(self.home, weight, bias)
         return self._pack_linear(weight, bias)
 
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
@@ -110,7 +107,7 @@ class Kernels:
 
         Rows of x are dense; the stride between them is free. T may be 0.
         """
-        checks.check_linear(self.dtype, x, packed, out)
+        checks.check_linear(self.home, x, packed, out)
         return self._linear(x, packed, out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -122,7 +119,7 @@ class Kernels:
         Returns: like x, contiguous: x / sqrt(mean(x², last) + eps) * weight.
         Source: Zhang and Sennrich 2019, arXiv:1910.07467.
         """
-        checks.check_rows("rms_norm", self.dtype, x, weight, out)
+        checks.check_rows("rms_norm", self.home, x, weight, out)
         return self._rms_norm(x, weight, eps, out)
 
     def add_rms_norm(
@@ -135,8 +132,8 @@ class Kernels:
 
         Returns: (rms_norm(x + residual) [T, E], residual).
         """
-        checks.check_residual(self.dtype, x, residual)
-        checks.check_rows("add_rms_norm", self.dtype, x, weight, out)
+        checks.check_residual(self.home, x, residual)
+        checks.check_rows("add_rms_norm", self.home, x, weight, out)
         return self._add_rms_norm(x, residual, weight, eps, out)
 
     def rotary(
@@ -153,12 +150,12 @@ class Kernels:
         Raises: KernelError if a position is outside of cos_sin.
         Source: Su et al. 2021, arXiv:2104.09864.
         """
-        checks.check_rotary(self.dtype, query, key, positions, cos_sin)
+        checks.check_rotary(self.home, query, key, positions, cos_sin)
         self._rotary(query, key, positions, cos_sin, is_neox)
 
     def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """Gate: gate_up [T, 2I] = (gate, up) -> silu(gate) * up, [T, I]. The stride between rows is free."""
-        checks.check_silu_mul(self.dtype, gate_up, out)
+        checks.check_silu_mul(self.home, gate_up, out)
         return self._silu_mul(gate_up, out)
 
     def kv_block_bytes(self, spec: KVCacheSpec) -> int:
@@ -177,7 +174,7 @@ class Kernels:
         In place: kv.
         Raises: KernelError if a slot is outside of the pool.
         """
-        checks.check_store_kv(key, value, kv, slot_mapping)
+        checks.check_store_kv(self.home, key, value, kv, slot_mapping)
         self._store_kv(key, value, kv, slot_mapping)
 
     def read_kv(self, kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +208,7 @@ class Kernels:
         Source: Kwon et al. 2023, arXiv:2309.06180, section 4; running softmax: Milakov and Gimelshein 2018,
             arXiv:1805.02867.
         """
-        checks.check_attention(query, kv, meta, window, soft_cap, out)
+        checks.check_attention(self.home, query, kv, meta, window, soft_cap, out)
         return self._attention(query, kv, meta, scale, window, soft_cap, out)
 
     def copy_blocks(self, kv: LayerKV, pairs: Tensor) -> None:

@@ -43,13 +43,14 @@ def library_path(cache_dir: Path | None = None, flags: Sequence[str] = FLAGS) ->
         BuildError: no compiler, or it fails.
     """
     compiler = find_compiler()
-    sources = sorted(Path(__file__).parent.glob("*.c"))
-    name = f"kernels-{build_key(compiler, flags)}.so"
+    stem = f"kernels-{build_key(compiler, flags)}"
     folder = _writable(default_cache_dir() if cache_dir is None else cache_dir)
-    target = folder / name
-    if not target.exists():
-        _compile(compiler, flags, sources, target)
-    return target
+    for found in sorted(folder.glob(f"{stem}-*.so")):
+        # Loading a file that was cut short, by a full disk or a crash, would kill the process.
+        if found.stem == f"{stem}-{_content_hash(found)}":
+            return found
+        found.unlink(missing_ok=True)
+    return _compile(compiler, flags, folder, stem)
 
 
 def default_cache_dir() -> Path:
@@ -123,8 +124,14 @@ def _writable(folder: Path) -> Path:
         return Path(tempfile.mkdtemp(prefix="batchgen-kernels-"))
 
 
-def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], target: Path) -> None:
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f"{target.stem}-", suffix=".tmp")
+def _content_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def _compile(compiler: str, flags: Sequence[str], folder: Path, stem: str) -> Path:
+    """Compile into a file whose name carries the hash of its content; one rename publishes both."""
+    sources = sorted(Path(__file__).parent.glob("*.c"))
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f"{stem}-", suffix=".tmp")
     os.close(handle)
     command = [compiler, *flags, "-o", temporary, *map(str, sources)]
     try:
@@ -134,7 +141,9 @@ def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], targe
         if result.returncode != 0:
             last = result.stderr.strip().splitlines()[-3:]
             raise BuildError(f"{compiler} failed with status {result.returncode}: {' | '.join(last)}")
+        target = folder / f"{stem}-{_content_hash(Path(temporary))}.so"
         os.replace(temporary, target)
+        return target
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} could not be run: {error}") from error
     finally:

@@ -90,7 +90,7 @@ int64_t bg_rotary(float *query, int64_t query_stride, int64_t heads, float *key,
 
 INLINE vf silu(vf x) {
     vf bounded = vf_select(x < vf_set1(-EXP_HIGHEST), vf_set1(-EXP_HIGHEST), x);
-    return x / (vf_set1(1.0f) + vf_exp(vf_set1(0.0f) - bounded));
+    return bounded / (vf_set1(1.0f) + vf_exp(vf_set1(0.0f) - bounded));
 }
 
 /* out [rows, n] = silu(gate) * up, gate and up side by side in a row of 2 * n. */

@@ -56,13 +56,7 @@ class Library:
 def load() -> Library | str:
     """The library, or why there is none. Warns once if there is none."""
     try:
-        path = library_path()
-        try:
-            return Library(path)
-        except (OSError, AttributeError):
-            # A damaged file in the cache: make it again.
-            path.unlink(missing_ok=True)
-            return Library(library_path())
+        return Library(library_path())
     except (BuildError, OSError, AttributeError) as error:
         log.warning("C kernels are not available, the slow reference runs instead: %s", error)
         return str(error)
