@@ -44,9 +44,12 @@ class ByteTokenizer:
         ids = [_BOS] if add_special_tokens else []
         for piece in self._special.split(text):
             special = self.special_tokens.get(piece)
-            plain = re.sub(f"{_MARK}({_MARK}?)", r"\1", piece)
-            ids.extend(utf8(plain) if special is None else (special,))
+            ids.extend(utf8(self.unguard(piece)) if special is None else (special,))
         return ids
+
+    def unguard(self, text: str) -> str:
+        """Rendered text without the marks of `guard`."""
+        return re.sub(f"{_MARK}({_MARK}?)", r"\1", text) if _MARK in text else text
 
     def render_chat(
         self,

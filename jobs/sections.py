@@ -92,7 +92,7 @@ class PromptSpec(Section):
         allow_special_tokens: let control tokens written in the data act as such.
     """
 
-    template: Text | None = None
+    template: Annotated[Text, Field(min_length=1)] | None = None
     messages: Annotated[tuple[MessageSpec, ...], BeforeValidator(lambda value: _as_tuple(value))] | None = (
         None
     )

@@ -1,14 +1,24 @@
 """JobSpec: a whole job as one strict, frozen object; read from a job file, a mapping and --set overrides."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from batchgen.config import EngineConfig
-from batchgen.errors import ConfigError
+from batchgen.errors import ConfigError, InputError, TemplateError
 from batchgen.jobs.field_types import Int
 from batchgen.jobs.output_folder import check_writable
 from batchgen.jobs.section import refuse
@@ -18,6 +28,8 @@ from batchgen.jobs.spec_errors import explain
 from batchgen.jobs.yaml_file import YamlDocument, parse_yaml, read_yaml
 
 _IN_MEMORY = "job"
+# The key that a message begins with.
+_KEY = re.compile(r"(?:model|engine|input|prompt|sampling|output)(?:\.\w+)+")
 _Spec = TypeVar("_Spec", bound="JobSpec")
 
 
@@ -49,6 +61,8 @@ class JobSpec(BaseModel):
     limit: Annotated[Int, Field(ge=1)] | None = None
     base_dir: Path = Path(".")
     notes: tuple[str, ...] = ()
+
+    _document: YamlDocument = PrivateAttr(default_factory=lambda: YamlDocument(_IN_MEMORY))
 
     @classmethod
     def from_mapping(
@@ -110,6 +124,28 @@ class JobSpec(BaseModel):
             return path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat template file {path}: {error}") from None
+
+    @contextmanager
+    def placing_errors(self) -> Iterator[None]:
+        """Within it, an error about input or prompt gets the job file's name and line put before it.
+
+        Raises:
+            InputError, ConfigError: what was raised inside, with the place.
+        """
+        try:
+            yield
+        except InputError as error:
+            section = "prompt" if isinstance(error, TemplateError) else "input"
+            raise type(error)(self._with_place(str(error), section)) from error
+        except ConfigError as error:
+            raise ConfigError(self._with_place(str(error), "input")) from error
+
+    def _with_place(self, message: str, section: str) -> str:
+        named = _KEY.match(message)
+        keys = (named[0] if named else section).split(".")
+        path = tuple(int(key) if key.isdecimal() else key for key in keys)
+        place = self._document.place(path)
+        return message if place == _IN_MEMORY else f"{place}: {message}"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -193,6 +229,7 @@ def _validated(cls: type[_Spec], document: YamlDocument, base_dir: Path) -> _Spe
         listed = "\n".join(problems)
         header = f"{document.name}: {len(problems)} mistakes\n" if len(problems) > 1 else ""
         raise ConfigError(header + listed)
+    spec._document = document
     return spec
 
 
