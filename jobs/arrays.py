@@ -7,12 +7,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 
-def take_rows(batch: pa.RecordBatch, offsets: Sequence[int]) -> pa.RecordBatch:
+def take_rows(batch: pa.RecordBatch, offsets: Any) -> pa.RecordBatch:
     """The rows at these offsets, in this order, in canonical form.
 
     Values under nulls are zeroed, and dictionaries hold the values in use in the order of their first row.
     (Ordered dictionaries keep theirs, for there the order has a meaning.) Exceptions: list views, and string
     views and run-end encoding inside other types, keep their values but not always their bytes.
+
+    Args:
+        batch: where from.
+        offsets: integers, a list or an array.
     """
     picked = pa.array(offsets, pa.int64())
     columns = [_canonical(_take(column, picked)) for column in batch.columns]

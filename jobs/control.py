@@ -69,6 +69,8 @@ class ControlServer:
         self.path = socket_path(output)
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.path.parent.stat().st_uid != os.getuid():
+            raise OSError(f"{self.path.parent} belongs to another user")
         self.path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

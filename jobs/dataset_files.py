@@ -35,7 +35,7 @@ def write_dataset_files(folder: OutputFolder, disk: Disk, sealed: Sequence[Sidec
             }
         },
     }
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": folder.data_file(sidecar.shard).name} for sidecar in sealed],
         "_fingerprint": _fingerprint(sealed),
         "_format_columns": None,

@@ -1,16 +1,14 @@
-"""RowFeeder: source batches -> rendered, tokenized rows, in threads, in order, a bounded stretch ahead."""
+"""RowFeeder: rows rendered and tokenized in threads, in order, a bounded stretch ahead of the engine."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from itertools import chain
 from queue import Empty, Full, Queue
 
 from batchgen.jobs.row import Row, RowResult, SourceBatch
-from batchgen.jobs.sources.base import Source
-from batchgen.jobs.store import ShardStore
+from batchgen.jobs.row_reader import RowReader
 from batchgen.jobs.window import Ready
 
 # Rows that one call of a worker renders: enough to make handing them over cheap.
@@ -29,55 +27,6 @@ class _End:
     """The last thing in the queue: reading is over, by itself or because of an error."""
 
     error: BaseException | None = None
-
-
-class RowReader:
-    """The rows that are not done, batch by batch.
-
-    Args:
-        source: the input.
-        store: knows what is done.
-        limit: rows from this number on are left alone.
-
-    Attributes:
-        num_rows: rows in the whole source, once reading came to its end.
-    """
-
-    def __init__(self, source: Source, store: ShardStore, limit: int | None = None):
-        self._source, self._store, self._limit = source, store, limit
-        self._gaps = list(store.gaps())
-        self._batches: Iterator[tuple[SourceBatch, list[int]]] = self._read()
-        self.num_rows: int | None = None
-
-    def peek(self) -> bool:
-        """Whether there is any row to do. Reads up to the first."""
-        first = next(self._batches, None)
-        if first is not None:
-            self._batches = chain((first,), self._batches)
-        return first is not None
-
-    def __iter__(self) -> Iterator[tuple[SourceBatch, list[int]]]:
-        """Batches with the offsets of their undone rows; once."""
-        return self._batches
-
-    def _read(self) -> Iterator[tuple[SourceBatch, list[int]]]:
-        for gap in self._gaps:
-            stop = min((row for row in (gap.stop_row, self._limit) if row is not None), default=None)
-            index = gap.start.index
-            if stop is not None and index >= stop:
-                continue
-            for batch in self._source.batches(gap.start):
-                index = batch.start.index
-                count = len(batch) if stop is None else min(len(batch), stop - index)
-                offsets = self._store.undone(index, count).tolist()
-                if offsets:
-                    yield batch, offsets
-                index += len(batch)
-                if stop is not None and index >= stop:
-                    break
-            else:
-                if gap.stop_row is None:
-                    self.num_rows = index
 
 
 class RowFeeder:
@@ -107,6 +56,11 @@ class RowFeeder:
     def is_exhausted(self) -> bool:
         """Whether `take` has given everything."""
         return self._end is not None and not self._rest
+
+    @property
+    def rows_total(self) -> int | None:
+        """Rows in the whole source, once reading came to its end."""
+        return self._reader.num_rows
 
     def take(self, max_rows: int, wait_s: float = 0.0) -> list[Item]:
         """The next rows, at most so many; [] when none is ready within `wait_s`, or all are taken.

@@ -126,7 +126,7 @@ def _is_decided(key: str, now: Any, manifest: Manifest) -> bool:
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping) and value:
-        flat = {}
+        flat: dict[str, Any] = {}
         for name, inner in value.items():
             flat |= _flatten(inner, f"{prefix}.{name}" if prefix else str(name))
         return flat

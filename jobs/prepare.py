@@ -40,7 +40,12 @@ class PreparedJob:
     def renderer(self, max_model_len: int | None) -> PromptRenderer:
         """What makes prompts of rows, for a model of that length."""
         return PromptRenderer(
-            self.spec.prompt, self.spec.sampling, self.source.schema, self.tokenizer, max_model_len
+            self.spec.prompt,
+            self.spec.sampling,
+            self.source.schema,
+            self.tokenizer,
+            max_model_len,
+            is_typed=self.source.is_typed,
         )
 
     def sampling_with_origins(self) -> dict[str, list[Any]]:

@@ -80,6 +80,8 @@ class RowLoop:
                 break
             self._collect(self._poll_s())
             self._commit_if_due()
+            if self._monitor.rows_total is None:
+                self._monitor.rows_total = self._feeder.rows_total
             self._monitor.tick(self._engine.stats, self._window)
         if self._stop.is_set:
             self._drain()

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from batchgen.engine.client import EngineClient
-from batchgen.engine.messages import EngineInfo, EngineRequest, pack_ids
+from batchgen.engine.messages import EngineInfo
 from batchgen.engine.start import start_engine
 from batchgen.errors import BatchgenError, EngineError, SinkError
 from batchgen.jobs.atomic import Disk
 from batchgen.jobs.control import ControlServer
 from batchgen.jobs.events import EventLog
-from batchgen.jobs.feeder import Item, RowFeeder, RowReader
+from batchgen.jobs.feeder import RowFeeder
 from batchgen.jobs.fingerprint import check_same_job, pinned_engine_args
 from batchgen.jobs.layout import OutputFolder
 from batchgen.jobs.lock import OutputLock
@@ -29,14 +29,13 @@ from batchgen.jobs.output_state import (
 )
 from batchgen.jobs.prepare import PreparedJob, prepare
 from batchgen.jobs.progress import LineReporter, Reporter
-from batchgen.jobs.row import Row, RowResult
+from batchgen.jobs.requests import RequestMaker
 from batchgen.jobs.row_loop import RowLoop, check_conserved
+from batchgen.jobs.row_reader import RowReader
 from batchgen.jobs.spec import JobSpec
 from batchgen.jobs.stopping import Interrupted, StopFlag
 from batchgen.jobs.store import ShardStore
 from batchgen.jobs.summary import JobSummary
-from batchgen.jobs.window import Ready
-from batchgen.outputs import RowFailure
 from batchgen.version import __version__
 
 _RENDER_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
@@ -152,8 +151,8 @@ class JobRunner:
                 self._write_manifest(job, stored, engine.info)
         except Interrupted:
             return self._stopped_early(store)
-        render = _Renderer(job, engine.info)
-        feeder = RowFeeder(reader, render, _RENDER_THREADS)
+        make = RequestMaker(job.renderer(engine.info.max_model_len), job.params)
+        feeder = RowFeeder(reader, make, _RENDER_THREADS)
         stack.callback(feeder.close)
         loop = RowLoop(
             feeder,
@@ -292,30 +291,6 @@ class JobRunner:
             f"{store.tally.rows:,} finished rows are kept in {display_path(self._folder.root)}; "
             f"run the same command again to go on"
         )
-
-
-class _Renderer:
-    """Row -> request or failed result; called by several threads."""
-
-    def __init__(self, job: PreparedJob, info: EngineInfo):
-        self._render = job.renderer(info.max_model_len).render
-        self._params = job.params
-        # Only a stop string must be looked for while tokens come.
-        self._streams = bool(job.params.stop)
-
-    def __call__(self, row: Row) -> Item:
-        failure = row.batch.failures.get(row.offset)
-        prompt: Any = failure if failure is not None else self._render(row)
-        if isinstance(prompt, RowFailure):
-            return RowResult(row, failure=prompt, warnings=row.batch.warnings.get(row.offset, ()))
-        request = EngineRequest(
-            request_id=str(row.index),
-            prompt_token_ids=pack_ids(prompt.token_ids),
-            params=self._params,
-            seed=prompt.seed,
-            streams=self._streams,
-        )
-        return Ready(row, request, len(prompt.token_ids), prompt.warnings)
 
 
 def _other_environment(then: Any, now: Any) -> str:

@@ -118,7 +118,7 @@ def _count(folder: OutputFolder, manifest: Manifest) -> tuple[Tally, int]:
         num_samples=manifest.fingerprint["sampling.n"],
         prefix=manifest.fingerprint["output.prefix"],
     )
-    # The journal first: a shard that is sealed meanwhile counts in both and is taken out of the journal's rows.
+    # The journal first: what is sealed meanwhile is in both, and is taken out of the journal's rows.
     segments = list(_segments(Journal(folder, Disk(), columns.row_index), columns))
     sealed = ShardFolder(folder, Disk(), columns).find().sealed
     tally = Tally()
@@ -132,7 +132,6 @@ def _count(folder: OutputFolder, manifest: Manifest) -> tuple[Tally, int]:
         for batch in table.filter(is_new).to_batches():
             tally.count_batch(batch, columns)
         seen = np.concatenate((seen, rows[is_new]))
-    tally.failures, tally.finish_reasons = +tally.failures, +tally.finish_reasons
     return tally, len(sealed)
 
 

@@ -1,0 +1,83 @@
+"""One run an output folder: the second refused by name, a dead run's lock taken over."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchgen.errors import ResumeError
+from batchgen.jobs.lock import OutputLock, holder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from batchgen.jobs.lock import OutputLock
+lock = OutputLock(Path(sys.argv[1]))
+# A program that the holder starts and that outlives it.
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def start_holder(path: Path) -> tuple[subprocess.Popen[str], int]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_second_run_is_refused_with_pid_host_and_start(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    process, child = start_holder(path)
+    try:
+        with pytest.raises(ResumeError) as refused:
+            OutputLock(path)
+        assert f"process {process.pid} on {socket.gethostname()}, started 20" in str(refused.value)
+        held_by = holder(path)
+        assert held_by is not None and held_by.pid == process.pid
+    finally:
+        process.kill()
+        process.wait()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_dead_runs_lock_is_taken_over_though_its_child_lives(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    process, child = start_holder(path)
+    process.kill()
+    process.wait()
+    try:
+        assert holder(path) is None
+        with OutputLock(path) as lock:
+            assert lock.dead_holder is not None and lock.dead_holder.pid == process.pid
+            held_by = holder(path)
+            assert held_by is not None and held_by.pid == os.getpid()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_released_lock_names_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    OutputLock(path).release()
+    assert holder(path) is None
+    with OutputLock(path) as lock:
+        assert lock.dead_holder is None
+
+
+def test_a_look_at_the_holder_does_not_keep_a_run_out(tmp_path: Path) -> None:
+    import fcntl
+    import threading
+
+    path = tmp_path / "lock"
+    path.touch()
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        timer = threading.Timer(0.1, fcntl.flock, (file, fcntl.LOCK_UN))
+        timer.start()
+        OutputLock(path).release()
+        timer.join()
