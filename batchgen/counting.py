@@ -6,6 +6,7 @@ For tests of the engine: `ChildClient(..., executor="batchgen.counting:load_coun
 
 import os
 import signal
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -140,8 +141,13 @@ def load_counting(config: EngineConfig) -> CountingExecutor:
 
 
 def load_slow(config: EngineConfig) -> CountingExecutor:
-    """One whose steps take 20 ms."""
-    return CountingExecutor(config, before_step=lambda step: time.sleep(0.02))
+    """One whose steps take 20 ms and print something, which must not get among the packets."""
+
+    def idle(step: SchedulerOutput) -> None:
+        print(f"step {step.step} to stdout", flush=True)
+        time.sleep(0.02)
+
+    return CountingExecutor(config, before_step=idle)
 
 
 def load_stuck(config: EngineConfig) -> CountingExecutor:
@@ -154,9 +160,20 @@ def load_mortal(config: EngineConfig) -> CountingExecutor:
 
     def die(step: SchedulerOutput) -> None:
         if any(100 in sequence.token_ids for sequence in step.sequences):
+            print("token 100 came", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
     return CountingExecutor(config, before_step=die)
+
+
+def load_failing(config: EngineConfig) -> CountingExecutor:
+    """One that raises in its third step."""
+
+    def fail(step: SchedulerOutput) -> None:
+        if step.step == 2:
+            raise RuntimeError("the third step is one too many")
+
+    return CountingExecutor(config, before_step=fail)
 
 
 def load_broken(config: EngineConfig) -> CountingExecutor:

@@ -157,7 +157,9 @@ def test_a_sequence_that_outgrows_the_pool_alone_keeps_its_tokens(
     assert growing.finish_reason == "error"
     assert growing.error.code is FailureCode.KV_CAPACITY
     assert "needs 51 blocks, pool has 50" in growing.error.message
-    assert len(unpack_ids(growing.token_ids)) == 101  # 800 in the blocks, and the one drawn from the last of them
+    assert (
+        len(unpack_ids(growing.token_ids)) == 101
+    )  # 800 in the blocks, and the one drawn from the last of them
     assert ends["short", 0].finish_reason == "length"
     assert scheduler.counters.num_preemptions <= 1
     assert scheduler.blocks.pool.num_free == 50
