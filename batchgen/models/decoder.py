@@ -15,7 +15,7 @@ from batchgen.layers.norm import RMSNorm
 from batchgen.layers.parallel import ParallelContext
 from batchgen.layers.rotary import RotaryEmbedding
 from batchgen.models.model_config import ModelConfig
-from batchgen.models.workspace import Workspace
+from batchgen.models.workspace import Activations, Workspace
 from batchgen.quantization.base import Activation, LinearMethod
 
 
@@ -89,7 +89,6 @@ class Decoder:
         self._parallel = parallel or ParallelContext()
         self._targets: dict[str, tuple[WeightTarget, int]] = {}
         self._scale = config.head_dim**-0.5
-        self._workspace = Workspace(self.dtype, device)
         c = config
         self.head = LMHead("lm_head", method, self._parallel, c.hidden_size, (c.vocab_size,))
         self.embedding = Embedding(
@@ -104,10 +103,14 @@ class Decoder:
         self.norm = self._make_norm("model.norm", c.hidden_size)
         qkv = self._targets["model.layers.0.self_attn.q_proj"][0]
         assert isinstance(qkv, QKVLinear)
-        self._num_heads, self._num_kv_heads = qkv.num_heads, qkv.num_kv_heads
+        self._workspace = Workspace(
+            self.dtype, device,
+            hidden_size=c.hidden_size, wide_size=2 * c.intermediate_size // self._parallel.size,
+            vocab_size=c.vocab_size, num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, head_dim=c.head_dim,
+        )  # fmt: skip
         # Full tables for all layers; a layer's window limits what is read, not yet what is kept.
         self.kv_specs = [
-            KVCacheSpec(self._num_kv_heads, c.head_dim, block_size, dtype) for _ in range(c.num_layers)
+            KVCacheSpec(qkv.num_kv_heads, c.head_dim, block_size, dtype) for _ in range(c.num_layers)
         ]
 
     def weight_targets(self) -> dict[str, tuple[WeightTarget, int]]:
@@ -153,28 +156,27 @@ class Decoder:
         Returns: final normed hidden states, [R, E] or [T, E].
         """
         hidden = self._embed(token_ids, inputs_embeds)
-        work = self._workspace
-        num_tokens = hidden.shape[0]
-        residual = work.take("residual", num_tokens, self.config.hidden_size)
-        residual.copy_(hidden)
-        normed = self.layers[0].input_norm(residual, work.take("normed", num_tokens, self.config.hidden_size))
+        work = self._workspace.activations(hidden.shape[0])
+        # The residual stream is changed in place by every layer; the caller's embeddings are not ours.
+        residual = work.residual.copy_(hidden)
+        normed = self.layers[0].input_norm(residual, work.normed)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            attended = self._attend(layer, normed, positions, meta)
+            attended = self._attend(layer, normed, positions, meta, work)
             if index == last and rows is not None:
                 attended, residual = attended[rows], residual[rows]
-            count = attended.shape[0]
-            normed = work.take("normed", count, self.config.hidden_size)
-            hidden = work.take("hidden", count, self.config.hidden_size)
-            normed = layer.post_norm.add(layer.output(attended, hidden), residual, normed)
-            hidden = self._feed_forward(layer, normed, hidden)
+                work = self._workspace.activations(rows.shape[0])
+            hidden = layer.output(attended, work.hidden)
+            normed = layer.post_norm.add(hidden, residual, work.normed)
+            gated = self.kernels.silu_mul(layer.gate_up(normed, work.wide), work.gated)
+            hidden = layer.down(gated, work.hidden)
             following = self.norm if index == last else self.layers[index + 1].input_norm
-            normed = following.add(hidden, residual, normed)
+            normed = following.add(hidden, residual, work.normed)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of final hidden states: [R, E] -> [R, V] in the activations' dtype."""
-        return self.head(hidden, self._workspace.take("logits", hidden.shape[0], self.config.vocab_size))
+        return self.head(hidden, self._workspace.logits(hidden.shape[0]))
 
     def _embed(self, token_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if inputs_embeds is not None:
@@ -182,27 +184,21 @@ class Decoder:
         assert token_ids is not None
         return self.embedding(token_ids)
 
-    def _attend(self, layer: DecoderLayer, normed: Tensor, positions: Tensor, meta: AttentionMeta) -> Tensor:
-        heads, groups, size = self._num_heads, self._num_kv_heads, self.config.head_dim
-        num_tokens = normed.shape[0]
-        assert layer.kv is not None
-        qkv = layer.qkv(normed, self._workspace.take("qkv", num_tokens, (heads + 2 * groups) * size))
-        query, key, value = qkv.view(num_tokens, heads + 2 * groups, size).split((heads, groups, groups), dim=1)
+    def _attend(
+        self, layer: DecoderLayer, normed: Tensor, positions: Tensor, meta: AttentionMeta, work: Activations
+    ) -> Tensor:
+        qkv = layer.qkv(normed, work.qkv)
+        query, key, value = (
+            (work.query, work.key, work.value) if qkv is work.qkv else self._workspace.split_heads(qkv)
+        )
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = layer.query_norm(query), layer.key_norm(key)
         if layer.rotary is not None:
             layer.rotary(query, key, positions)
+        assert layer.kv is not None
         self.kernels.store_kv(key, value, layer.kv, meta.slot_mapping)
-        out = self._workspace.take("attended", num_tokens, heads * size).view(num_tokens, heads, size)
-        self.kernels.attention(query, layer.kv, meta, self._scale, window=layer.window, out=out)
-        return out.view(num_tokens, heads * size)
-
-    def _feed_forward(self, layer: DecoderLayer, normed: Tensor, out: Tensor) -> Tensor:
-        # `wide` is this rank's share of gate and up side by side.
-        shape = (normed.shape[0], 2 * self.config.intermediate_size // self._parallel.size)
-        wide = layer.gate_up(normed, self._workspace.take("wide", *shape))
-        gated = self.kernels.silu_mul(wide, self._workspace.take("gated", shape[0], shape[1] // 2))
-        return layer.down(gated, out)
+        self.kernels.attention(query, layer.kv, meta, self._scale, window=layer.window, out=work.heads)
+        return work.attended
 
     def _make_layer(self, index: int, rotary: RotaryEmbedding | None) -> DecoderLayer:
         c, place, parallel = self.config, f"model.layers.{index}", self._parallel

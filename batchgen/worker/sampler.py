@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from batchgen.engine.scheduler_output import SamplingRow
@@ -46,13 +47,23 @@ class Sampler:
                 add_bias(logits[index], row.params.logit_bias)
             if row.num_generated < row.params.min_tokens:
                 hold_back(logits[index], row.stop_ids)
-        tokens: list[int] = logits.argmax(dim=1).tolist()
         drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+        tokens = _most_likely(logits)
         if drawn:
-            scores = logits[drawn].float().cpu().numpy() if len(drawn) < len(rows) else logits.float().cpu().numpy()
+            scores = (logits[drawn] if len(drawn) < len(rows) else logits).float().cpu().numpy()
             for values, index in zip(scores, drawn, strict=True):
                 tokens[index] = _draw(values, tokens[index], rows[index].params, uniform(*rows[index].key))
         return tokens
+
+
+def _most_likely(logits: Tensor) -> list[int]:
+    """Per row, the id of the largest logit; the lowest of several."""
+    # numpy's search of a row is an order of magnitude faster than torch's on a CPU.
+    if logits.is_cpu and logits.dtype == torch.float32:
+        best: list[int] = logits.numpy().argmax(axis=1).tolist()
+    else:
+        best = logits.argmax(dim=1).tolist()
+    return best
 
 
 def _draw(scores: npt.NDArray[np.float32], best: int, params: SamplingParams, u: float) -> int:
