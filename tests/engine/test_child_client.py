@@ -269,10 +269,10 @@ from batchgen.testing import ByteTokenizer
 signal.signal(signal.SIGINT, lambda *_: None)
 signal.signal(signal.SIGTERM, lambda *_: None)
 print("started", flush=True)
-client = ChildClient(
-    EngineConfig.from_engine_args(model="counting:"), ByteTokenizer(), executor="batchgen.counting:" + sys.argv[1]
-)
-client.add(EngineRequest(request_id="a", prompt_token_ids=pack_ids([1]), params=SamplingParams(max_tokens=40)))
+config = EngineConfig.from_engine_args(model="counting:")
+client = ChildClient(config, ByteTokenizer(), executor="batchgen.counting:" + sys.argv[1])
+params = SamplingParams(max_tokens=40)
+client.add(EngineRequest(request_id="a", prompt_token_ids=pack_ids([1]), params=params))
 print(client.info.pid, flush=True)
 while client.in_flight():
     client.poll(0.1)

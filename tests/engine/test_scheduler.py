@@ -105,7 +105,7 @@ def test_the_last_arrival_is_preempted_keeps_its_tokens_and_comes_back_first(
     step = scheduler.schedule()
     assert work(step) == [(0, 17, 1)], "b needs two blocks now; nobody overtakes it"
     outputs = scheduler.update(execute(step)) + run_to_end(scheduler, execute)
-    counts = {name: 0 for name in "abcd"}
+    counts = dict.fromkeys("abcd", 0)
     for output in outputs:
         counts[output.request_id] += len(unpack_ids(output.token_ids))
     assert counts == {"a": 2, "b": 3, "c": 3, "d": 6}

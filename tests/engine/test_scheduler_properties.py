@@ -1,4 +1,4 @@
-"""Random streams of requests, against invariants after every step, the tokens they must give, and a simulator."""
+"""Random streams of requests against invariants, the tokens they must give, and a simulator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
