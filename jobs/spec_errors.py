@@ -15,6 +15,7 @@ from batchgen.jobs.yaml_file import KeyPath, YamlDocument
 _NAMED = re.compile(r"^(?:sampling parameter|engine setting) '?(\w+)'?(?: (?=must |is )|='?[^:]*'?: )")
 # A guess in another section than the key's own must be closer than one at home.
 _FAR_CUTOFF = 0.8
+_MISPLACED_DEPTH = 2
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -78,7 +79,10 @@ def _message(
     if kind == "too_short":
         return "must not be empty"
     if kind in _EXPECTED:
-        return f"must be {_EXPECTED[kind]}; got {document.written.get(path, repr(value))}"
+        # The error is about a key of a mapping; what is written at that path is its value.
+        is_key = details["loc"][-1:] == ("[key]",)
+        got = repr(value) if is_key else document.written.get(path, repr(value))
+        return f"must be {_EXPECTED[kind]}; got {got}"
     rule = details["msg"].removeprefix("Input should be ").removeprefix("String should have ")
     return f"must be {rule}; got {value!r}"
 
@@ -91,7 +95,8 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> str:
     if path[0] == "engine" and key in MOVED_ENGINE_KEYS:
         return f"belongs elsewhere: write {MOVED_ENGINE_KEYS[key]}"
     homes = [home for home, model in _sections(root) if model is not here and key in _keys(model)]
-    if homes:
+    # What stands deep in a section is hardly meant for another one.
+    if homes and len(path) <= _MISPLACED_DEPTH:
         return f"belongs under {' or '.join(repr(home) for home in homes)}"
     guess = nearest(key, _keys(here))
     if guess is not None:
