@@ -2,7 +2,6 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +18,7 @@ log = logging.getLogger("batchgen.kernels")
 OPERATIONS = ("linear", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "attention", "store_kv")
 
 # Which backends "auto" tries on a device, best first.
-PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("gpu", "reference")}
 
 
 @dataclass(frozen=True, slots=True)

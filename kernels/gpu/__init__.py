@@ -1,0 +1,81 @@
+"""The gpu backend: Triton kernels for attention and the KV cache; the rest falls to the reference."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from batchgen.kernels.backend import BACKENDS, KernelBackend, OpShape
+from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.reference import kv_cache
+
+MAX_HEAD_DIM = 256
+
+
+class GpuBackend(KernelBackend):
+    """Triton. Its cache has the reference's layout, [N, 2, B, G, D]: a token's heads are contiguous.
+
+    Triton is imported on first use, and decides then whether it interprets kernels on the CPU
+    (TRITON_INTERPRET=1): a process does one or the other.
+    """
+
+    name = "gpu"
+    operations = frozenset({"attention", "store_kv"})
+
+    @override
+    def unavailable(self, device: str) -> str | None:
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        if device == "cuda":
+            return None if torch.cuda.is_available() else "there is no CUDA device"
+        if _is_interpreted():
+            return None
+        return "the gpu kernels run on a GPU, or on the CPU in Triton's interpreter (TRITON_INTERPRET=1)"
+
+    @override
+    def unsupported(self, op: str, dtype: str, shape: OpShape) -> str | None:
+        if dtype not in ("float32", "float16", "bfloat16"):
+            return f"the gpu kernels have no {dtype}"
+        if dtype == "bfloat16" and _is_interpreted():
+            return "Triton's interpreter computes bfloat16 wrongly"
+        if shape.head_dim > MAX_HEAD_DIM:
+            return f"the gpu kernels hold heads of at most {MAX_HEAD_DIM}, not {shape.head_dim}"
+        return None
+
+    @override
+    def allocate_kv(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> LayerKV:
+        return kv_cache.allocate(spec, num_blocks, device, self.name)
+
+    @override
+    def store_kv(self, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
+        from batchgen.kernels.gpu import store_kv
+
+        store_kv.store_kv(key, value, kv, slot_mapping)
+
+    @override
+    def read_kv(self, kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return kv_cache.read(kv, slots)
+
+    @override
+    def attention(
+        self,
+        query: Tensor,
+        kv: LayerKV,
+        meta: AttentionMeta,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        from batchgen.kernels.gpu import attention
+
+        return attention.attention(query, kv, meta, scale, window, soft_cap, out)
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+BACKENDS.register("gpu")(GpuBackend())
