@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from batchgen.config import EngineConfig
+from batchgen.byte_tokenizer import ByteTokenizer
+from batchgen.config import EngineConfig, ModelSettings
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, pack_ids
 from batchgen.engine.start import start_engine
@@ -46,13 +47,7 @@ class LLM:
     def __init__(self, model: str, *, in_process: bool = False, **engine_args: Any):
         self.config = EngineConfig.from_engine_args("LLM", model=str(model), **engine_args)
         settings = self.config.model
-        self._tokenizer = load_tokenizer(
-            settings.model,
-            revision=settings.revision,
-            tokenizer=settings.tokenizer,
-            tokenizer_revision=settings.tokenizer_revision,
-            chat_template=settings.chat_template,
-        )
+        self._tokenizer = _load_tokenizer(settings)
         self._engine: EngineClient = start_engine(self.config, self._tokenizer, in_process=in_process)
         self._num_requests = 0
 
@@ -121,13 +116,13 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self) -> Tokenizer | ByteTokenizer:
         """The tokenizer that prompts go through."""
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's generation_config over batchgen's defaults."""
-        if self.config.model.generation_config == "none" or self.config.model.model.startswith("echo:"):
+        if self.config.model.generation_config == "none" or _is_echo(self.config.model):
             return SamplingParams()
         defaults = generation_defaults(resolve_model(self.config.model.model, self.config.model.revision))
         return effective_params({}, defaults)[0]
@@ -237,6 +232,22 @@ def run_job(
     else:
         spec = job.with_overrides(overrides, limit=limit, output=output)
     return run(spec, restart=restart, quiet=quiet)
+
+
+def _is_echo(settings: ModelSettings) -> bool:
+    return settings.model.startswith("echo:")
+
+
+def _load_tokenizer(settings: ModelSettings) -> Tokenizer | ByteTokenizer:
+    if _is_echo(settings):
+        return ByteTokenizer()
+    return load_tokenizer(
+        settings.model,
+        revision=settings.revision,
+        tokenizer=settings.tokenizer,
+        tokenizer_revision=settings.tokenizer_revision,
+        chat_template=settings.chat_template,
+    )
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

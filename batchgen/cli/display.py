@@ -75,8 +75,7 @@ class BarReporter:
         if self._bar is None:
             self._bar = self._new_bar(state)
         bar = self._bar
-        bar.total, bar.n = state.rows_total, state.rows_done
-        bar.bar_format = _BAR_FORMAT if state.rows_total is not None else _BAR_FORMAT_WITHOUT_TOTAL
+        bar.total, bar.n, bar.bar_format = state.rows_total, state.rows_done, _bar_format(state)
         bar.set_description_str("" if state.phase == "running" else f"{state.phase} ", refresh=False)
         # tqdm puts a comma before the postfix itself.
         bar.set_postfix_str(
@@ -94,7 +93,17 @@ class BarReporter:
 
         # No thread that redraws a stalled bar: this one is drawn a few times a second.
         tqdm.monitor_interval = 0
-        return tqdm(total=state.rows_total, initial=state.rows_done, file=self._stream, dynamic_ncols=True)
+        return tqdm(
+            total=state.rows_total,
+            initial=state.rows_done,
+            bar_format=_bar_format(state),
+            file=self._stream,
+            dynamic_ncols=True,
+        )
+
+
+def _bar_format(state: ProgressState) -> str:
+    return _BAR_FORMAT if state.rows_total is not None else _BAR_FORMAT_WITHOUT_TOTAL
 
 
 class JsonReporter:

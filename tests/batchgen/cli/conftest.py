@@ -1,0 +1,58 @@
+"""Running commands: in this process for speed, and small jobs on the echo engine for them to run."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def invoke(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """invoke("run", "job.yaml") -> Outcome, by the same function that the installed script calls."""
+    from batchgen.cli.main import main
+
+    def call(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["batchgen", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capfd.readouterr()
+        return Outcome(ended.value.code, printed.out, printed.err)
+
+    return call
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """make_job(model="echo:", rows=5) writes rows.jsonl and job.yaml into an own folder, and goes there."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(model: str = "echo:", rows: int = 5, more: str = "") -> Path:
+        lines = [json.dumps({"id": number, "text": f"row {number}"}) for number in range(rows)]
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        job = tmp_path / "job.yaml"
+        job.write_text(
+            f"model: {json.dumps(model)}\n"
+            "input: {path: rows.jsonl}\n"
+            "prompt:\n"
+            "  template: 'say {{ text }}'\n"
+            "sampling:\n"
+            "  max_tokens: 64\n"
+            "output: {path: out}\n" + more,
+            encoding="utf-8",
+        )
+        return job
+
+    return make
