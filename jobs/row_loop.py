@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import Limits
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, InputError
 from batchgen.jobs.control import ControlServer
 from batchgen.jobs.events import EventLog
 from batchgen.jobs.feeder import RowFeeder
@@ -75,7 +75,12 @@ class RowLoop:
         self._monitor.phase = "running"
         while not self._stop.is_set:
             self._obey()
-            self._admit()
+            try:
+                self._admit()
+            except InputError:
+                # The source broke off: what was read before is finished first.
+                self._drain()
+                raise
             if self._feeder.is_exhausted and not self._window:
                 break
             self._collect(self._poll_s())
