@@ -82,13 +82,16 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_gguf(model: Any, path: Path, quantization: str = "F32") -> Path:
+def write_gguf(
+    model: Any, path: Path, quantization: str = "F32", extra: Mapping[str, Tensor] | None = None
+) -> Path:
     """Write a tiny model as a GGUF file, matrices in the storage type, with the tokenizer of `write_tokenizer`.
 
     Args:
         model: Llama, Qwen2, Qwen3 or SmolLM3.
         path: of the file.
         quantization: a type that the gguf package can write.
+        extra: more tensors, by their name in the file.
     """
     import gguf
 
@@ -117,6 +120,8 @@ def write_gguf(model: Any, path: Path, quantization: str = "F32") -> Path:
             writer.add_tensor(_gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(_gguf_name(name), values)
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from batchgen.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from batchgen.models.decoder import Decoder
 from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_gguf
+from batchgen.worker.input_batch import build_batch
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -72,3 +74,56 @@ def test_a_gguf_file_gives_the_logits_of_its_original(
     model = decoder(write_gguf(original, tmp_path / "tiny.gguf"))
     for ours, theirs in zip(run(model, PROMPTS, PLAN), truth(original, PROMPTS), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def run_step(model: Decoder, ids: list[int], **arguments: Any) -> torch.Tensor:
+    step = SchedulerOutput(0, (ScheduledSequence(0, ids, 0, (list(range(4)),)),))
+    batch = build_batch(step, block_size=16, num_groups=1, device=model.device, newest={})
+    positions = arguments.pop("positions", batch.positions)
+    token_ids = None if "inputs_embeds" in arguments else batch.token_ids
+    return model.logits(model.forward(token_ids, positions, batch.metas[0], **arguments)).clone()
+
+
+def test_only_the_rows_that_are_asked_for(tmp_path: Path, decoder: Callable[..., Decoder]) -> None:
+    model = decoder(write_folder(tiny_model(), tmp_path), backend="cpu")
+    every = run_step(model, PROMPTS[0])
+    some = run_step(model, PROMPTS[0], rows=torch.tensor([36, 4, 4]))
+    assert torch.equal(some, every[[36, 4, 4]])
+
+
+def test_embeddings_may_come_from_elsewhere(tmp_path: Path, decoder: Callable[..., Decoder], truth: Any) -> None:
+    original = tiny_model()
+    model = decoder(write_folder(original, tmp_path))
+    embeds = torch.randn(9, 72, generator=torch.Generator().manual_seed(5))
+    kept = embeds.clone()
+    ours = run_step(model, [0] * 9, inputs_embeds=embeds)
+    with torch.no_grad():
+        theirs = original(inputs_embeds=kept.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert torch.equal(embeds, kept), "the caller's embeddings were changed"
+
+
+def test_positions_may_have_several_rows(tmp_path: Path, decoder: Callable[..., Decoder]) -> None:
+    model = decoder(write_folder(tiny_model(), tmp_path))
+    rows = torch.arange(37).expand(3, 37)
+    assert torch.equal(run_step(model, PROMPTS[0], positions=rows), run_step(model, PROMPTS[0]))
+
+
+def test_positions_matter(tmp_path: Path, decoder: Callable[..., Decoder]) -> None:
+    model = decoder(write_folder(tiny_model(), tmp_path))
+    stretched = torch.arange(37) * 2
+    assert not torch.allclose(run_step(model, PROMPTS[0], positions=stretched), run_step(model, PROMPTS[0]))
+
+
+@pytest.mark.parametrize("case", ["llama tied", "qwen3", "mistral window"])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(
+    case: str, tmp_path: Path, decoder: Callable[..., Decoder], run: Any
+) -> None:
+    architecture, options = CASES[case]
+    model = decoder(write_folder(tiny_model(architecture, **options), tmp_path), backend="cpu")
+    mixed = run(model, PROMPTS, PLAN)
+    for prompt, ours in zip(PROMPTS, mixed, strict=True):
+        alone = run(model, [prompt], [[len(prompt)]])[0]
+        one_by_one = run(model, [prompt], [[1]] * len(prompt))[0]
+        assert torch.equal(ours, alone)
+        assert torch.equal(ours, one_by_one)

@@ -1,0 +1,150 @@
+"""Loading checkpoints: what is refused and how it is named, shards, tied heads, transforms."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from batchgen.errors import UnsupportedModelError, WeightsError
+from batchgen.models.decoder import Decoder
+from batchgen.tiny_models import random_ids, tiny_model, write_folder
+
+PROMPT = random_ids(21, seed=4)
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any], **config: Any) -> Path:
+    """Edit the tensors of a folder, and keys of its config.json."""
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    edit(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return folder
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path, decoder: Any) -> None:
+    folder = write_folder(tiny_model(), tmp_path)
+    norm = "model.layers.1.input_layernorm.weight"
+
+    change(folder, lambda t: t.update({"model.layers.0.self_attn.sink": t.pop(norm)}))
+    with pytest.raises(WeightsError, match=f"missing {norm}; not in the model: .*self_attn.sink"):
+        decoder(folder)
+
+    change(folder, lambda t: t.update({norm: t.pop("model.layers.0.self_attn.sink")[:-1]}))
+    with pytest.raises(WeightsError, match=rf"{norm}.*\[71\].*\[72\]"):
+        decoder(folder)
+
+    key = "model.layers.0.self_attn.k_proj.weight"
+    change(folder, lambda t: t.update({norm: torch.ones(72), key: torch.ones(33, 72)}))
+    with pytest.raises(WeightsError, match=rf"{key}.*\[33, 72\].*\[32, 72\]"):
+        decoder(folder)
+
+
+def test_a_bias_that_the_config_does_not_announce_is_refused(tmp_path: Path, decoder: Any) -> None:
+    folder = write_folder(tiny_model(attention_bias=True), tmp_path)
+    change(folder, lambda t: None, attention_bias=False)
+    with pytest.raises(WeightsError, match=r"not in the model: .*k_proj\.bias"):
+        decoder(folder)
+
+
+def test_shards_with_an_index_load_as_one(tmp_path: Path, decoder: Any, run: Any) -> None:
+    original = tiny_model()
+    whole = decoder(write_folder(original, tmp_path / "whole"))
+    original.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
+    sharded = decoder(tmp_path / "shards")
+    plan = [[len(PROMPT)]]
+    assert torch.equal(run(sharded, [PROMPT], plan)[0], run(whole, [PROMPT], plan)[0])
+
+    next((tmp_path / "shards").glob("model-00002*")).unlink()
+    with pytest.raises(WeightsError, match="not there: model-00002"):
+        decoder(tmp_path / "shards")
+
+
+def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path, decoder: Any) -> None:
+    folder = write_folder(tiny_model(), tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match="pickled.*save_pretrained"):
+        decoder(folder)
+
+
+def test_a_cut_off_file_is_named(tmp_path: Path, decoder: Any) -> None:
+    folder = write_folder(tiny_model(), tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(WeightsError, match=r"model\.safetensors: damaged or cut-off"):
+        decoder(folder)
+
+
+def test_an_unknown_quantization_is_refused_by_name(tmp_path: Path, decoder: Any) -> None:
+    folder = write_folder(tiny_model(), tmp_path)
+    change(folder, lambda t: None, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UnsupportedModelError, match="'gptq'.*not built"):
+        decoder(folder)
+
+
+class TestTiedHeads:
+    """BG-29: flag and tensors may contradict each other; then the files are refused, saying what to change."""
+
+    def test_a_head_equal_to_the_tied_embedding_is_not_needed(self, tmp_path: Path, decoder: Any) -> None:
+        folder = write_folder(tiny_model(tie_word_embeddings=True), tmp_path)
+        change(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+        model: Decoder = decoder(folder)
+        assert model.embedding.head is model.head
+
+    def test_flag_true_and_another_head_is_refused(self, tmp_path: Path, decoder: Any) -> None:
+        folder = write_folder(tiny_model(tie_word_embeddings=True), tmp_path)
+        change(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+        with pytest.raises(WeightsError, match="tie_word_embeddings: true, but lm_head"):
+            decoder(folder)
+
+    def test_flag_false_and_no_head_is_refused(self, tmp_path: Path, decoder: Any) -> None:
+        folder = write_folder(tiny_model(), tmp_path)
+        change(folder, lambda t: t.pop("lm_head.weight"))
+        with pytest.raises(WeightsError, match=r"missing lm_head\.weight; .*tie_word_embeddings: true"):
+            decoder(folder)
+
+    @pytest.mark.parametrize("backend", ["reference", "cpu"])
+    def test_the_tied_embedding_is_the_head_itself(self, backend: str, tmp_path: Path, decoder: Any) -> None:
+        original = tiny_model(tie_word_embeddings=True)
+        model: Decoder = decoder(write_folder(original, tmp_path), backend=backend)
+        rows = model.embedding(torch.tensor([0, 299, 7, 7]))
+        assert torch.equal(rows, original.model.embed_tokens.weight[[0, 299, 7, 7]])
+
+
+def test_a_transform_may_rewrite_neighbouring_weights(tmp_path: Path, decoder: Any, run: Any) -> None:
+    # Permuting the neurons of the MLP changes three matrices and no logit.
+    order = torch.randperm(104, generator=torch.Generator().manual_seed(0))
+    seen = []
+
+    def permute(name: str, tensor: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            seen.append(name)
+            return tensor[order]
+        return tensor[:, order] if name.endswith("down_proj.weight") else tensor
+
+    def fold_norm(name: str, tensor: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+        # A norm's weight moves into the matrices behind it; the transform reads its neighbour.
+        if name.endswith("post_attention_layernorm.weight"):
+            return torch.ones_like(tensor)
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            place = name.partition(".mlp.")[0]
+            return tensor * read(f"{place}.post_attention_layernorm.weight")
+        return tensor
+
+    folder = write_folder(tiny_model(), tmp_path)
+    plan = [[len(PROMPT)]]
+    plain = run(decoder(folder), [PROMPT], plan)[0]
+    rewritten = run(decoder(folder, transforms=[permute, fold_norm]), [PROMPT], plan)[0]
+    assert len(seen) == 4
+    torch.testing.assert_close(rewritten, plain, atol=1e-4, rtol=1e-4)
+    half = run(decoder(folder, transforms=[fold_norm]), [PROMPT], plan)[0]
+    assert torch.allclose(half, plain, atol=1e-4)
+    only_up = [lambda name, t, read: t[order] if name.endswith("up_proj.weight") else t]
+    assert not torch.allclose(run(decoder(folder, transforms=only_up), [PROMPT], plan)[0], plain, atol=1e-2)
