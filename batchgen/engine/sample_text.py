@@ -110,7 +110,7 @@ class SampleText:
         if match is None:
             return False
         self.text = self.text[: match.end if self._params.include_stop_str_in_output else match.start]
-        self.finish_reason, self.stop_reason = FinishReason.STOP, match.stop
+        self.finish_reason, self.stop_reason = FinishReason.STOP.value, match.stop
         return True
 
     def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
@@ -118,7 +118,7 @@ class SampleText:
             self.text = self._detokenizer.finish()
             if self._cut_at_stop():  # in what was held back as half a character
                 return
-        self.finish_reason = finish_reason
+        self.finish_reason = str(finish_reason)
         self.stop_reason = (
             self._stop_tokens.get(stop_reason, stop_reason) if isinstance(stop_reason, int) else None
         )
