@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from batchgen.errors import UnsupportedModelError
+from batchgen.errors import ModelError, UnsupportedModelError
 from batchgen.models.gguf_file import GGUFFile
 from batchgen.tokenizer import pre_tokenizer_patterns as patterns
 
@@ -24,6 +24,7 @@ def build_from_gguf(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
 
     Raises:
         UnsupportedModelError: a kind of tokenizer, or a way of splitting words, that is not built.
+        ModelError: the vocabulary or its merges are missing.
     """
     kind = file.get("tokenizer.ggml.model")
     if kind not in _BUILDERS:
@@ -31,7 +32,9 @@ def build_from_gguf(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
             f"{file.path.name}: tokenizer of kind {kind!r} is not built (built: {', '.join(sorted(_BUILDERS))}); "
             f"give the original model as `tokenizer`"
         )
-    tokens: list[str] = file.get("tokenizer.ggml.tokens")
+    tokens: list[str] = file.get("tokenizer.ggml.tokens") or []
+    if not tokens:
+        raise ModelError(f"{file.path.name}: the GGUF file has no vocabulary (tokenizer.ggml.tokens)")
     types: list[int] = file.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     count = _without_padding(types)
     tokens, types = tokens[:count], types[:count]
@@ -70,7 +73,9 @@ def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenize
             f"(built: {', '.join(sorted(patterns.PRE_TOKENIZERS))}); give the original model as `tokenizer`"
         )
     style = patterns.PRE_TOKENIZERS[pre]
-    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
+    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
+    if not merges and any(len(token) > 1 for token, kind in zip(tokens, types, strict=True) if kind == NORMAL):
+        raise ModelError(f"{file.path.name}: the GGUF file has no merges (tokenizer.ggml.merges)")
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(BPE(vocab, merges, ignore_merges=style.takes_whole_words))
     backend.pre_tokenizer = _splitter(style)

@@ -1,0 +1,168 @@
+"""load_executor: from an EngineConfig to tokens; what is decided, what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchgen.config import EngineConfig
+from batchgen.engine.scheduler_output import SamplingRow, ScheduledSequence, SchedulerOutput
+from batchgen.errors import ConfigError, EngineError, UnsupportedModelError
+from batchgen.sampling_params import SamplingParams
+from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_gguf
+from batchgen.worker.load import load_executor
+from batchgen.worker.model_runner import ModelRunner
+
+GREEDY = SamplingParams(temperature=0)
+PROMPTS = [random_ids(count, seed=count, vocab_size=256) for count in (5, 17, 40)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tiny_model(), tmp_path_factory.mktemp("tiny"))
+
+
+def load(model: Path | str, **engine_args: Any) -> ModelRunner:
+    executor = load_executor(EngineConfig.from_engine_args(model=str(model), **engine_args))
+    assert isinstance(executor, ModelRunner)
+    return executor
+
+
+def generate(
+    executor: ModelRunner, prompts: list[list[int]], count: int, params: SamplingParams = GREEDY, first_block: int = 0
+) -> list[list[int]]:
+    """Generate `count` tokens for every prompt, all in one batch, each sequence in blocks of its own."""
+    blocks = [[first_block + 8 * index + number for number in range(8)] for index in range(len(prompts))]
+    texts = [list(prompt) for prompt in prompts]
+    computed = [0] * len(prompts)
+    for number in range(count):
+        scheduled = []
+        for index, text in enumerate(texts):
+            draw = SamplingRow(index, params, (7, 0, len(text)), number)
+            scheduled.append(ScheduledSequence(index, text[computed[index] :], computed[index], (blocks[index],), (draw,)))
+            computed[index] = len(text)
+        for text, token in zip(texts, executor.execute(SchedulerOutput(number, tuple(scheduled))).token_ids, strict=True):
+            text.append(token)
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_greedy_tokens_equal_transformers(backend: str, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ours = generate(load(folder, kernel_backend=backend), PROMPTS, 12)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    for prompt, tokens in zip(PROMPTS, ours, strict=True):
+        whole = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        expected = whole[0, len(prompt) :].tolist()
+        # Ids 260 to 299 have no token; where transformers draws one, the texts part.
+        agree = next((at for at, token in enumerate(expected) if token >= 260), 12)
+        assert tokens[:agree] == expected[:agree]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.5, top_p=0.9)], ids=["greedy", "drawn"])
+def test_a_row_gives_the_same_tokens_alone_and_in_a_batch(params: SamplingParams, folder: Path) -> None:
+    executor = load(folder)
+    together = generate(executor, PROMPTS, 10, params)
+    for prompt, tokens in zip(PROMPTS, together, strict=True):
+        assert generate(executor, [prompt], 10, params, first_block=30)[0] == tokens
+
+
+def test_a_gguf_file_gives_the_tokens_of_its_folder(tmp_path: Path, folder: Path) -> None:
+    path = write_gguf(tiny_model(), tmp_path / "tiny.gguf")
+    assert generate(load(path), PROMPTS, 10) == generate(load(folder), PROMPTS, 10)
+
+
+def test_every_auto_is_decided_with_a_reason(folder: Path) -> None:
+    info = load(folder).info
+    assert (info.architecture, info.max_model_len, info.vocab_size) == ("LlamaForCausalLM", 128, 300)
+    assert info.resolved["dtype"] == "float32"
+    assert info.resolved["max_num_seqs"] == 256
+    assert info.num_blocks == 256 * 8
+    assert info.reproducible
+    for name in ("dtype", "device", "max_model_len", "max_num_seqs", "num_blocks", "reproducible", "kernel attention"):
+        assert any(text.startswith(f"{name}=") and "(" in text for text in info.decisions), name
+    assert {"torch", "batchgen", "dtype", "threads", "kernels", "instruction_set"} <= set(info.environment)
+    json.dumps(info.resolved)
+
+
+def test_what_is_given_is_no_decision(folder: Path) -> None:
+    info = load(folder, dtype="bfloat16", max_num_seqs=3, max_model_len=64, num_gpu_blocks_override=9).info
+    assert info.resolved["dtype"] == "bfloat16"
+    assert (info.max_model_len, info.num_blocks, info.reproducible) == (64, 9, False)
+    assert not [text for text in info.decisions if text.startswith(("dtype=", "max_num_seqs=", "max_model_len="))]
+
+
+def test_ends_of_a_text_are_those_of_all_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # BG-15
+    folder = write_folder(tiny_model(), tmp_path, eos_token_id=[257, 0])
+    with caplog.at_level("INFO", logger="batchgen.worker"):
+        info = load(folder).info
+    assert info.eos_token_ids == (257, 0)
+    assert "257 (generation_config, config, tokenizer), 0 (generation_config)" in caplog.text
+
+
+def test_ids_without_a_token_are_not_drawn(folder: Path) -> None:
+    # BG-11: the head has 300 rows, the tokenizer 260 ids.
+    params = SamplingParams(temperature=0, logit_bias={280: 100.0, 259: 50.0})
+    assert generate(load(folder), PROMPTS[:1], 3, params) == [[259, 259, 259]]
+
+
+def test_reproducible_is_refused_where_it_is_not_built(folder: Path) -> None:
+    assert load(folder, reproducible=True).info.reproducible
+    assert not load(folder, reproducible=False).info.reproducible
+    with pytest.raises(ConfigError, match="reproducible: true is built for float32 on a CPU, not for bfloat16"):
+        load(folder, reproducible=True, dtype="bfloat16")
+    with pytest.raises(ConfigError, match="reproducible: true cannot be had: .*reference"):
+        load(folder, reproducible=True, kernel_backend="reference")
+
+
+def test_settings_that_do_not_fit_the_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len=129 is more than the 128 positions"):
+        load(folder, max_model_len=129)
+    with pytest.raises(ConfigError, match="holds no config.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["BloomForCausalLM"]}')
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM is not built"):
+        load(tmp_path)
+
+
+def test_copied_blocks_are_read_as_the_original(folder: Path) -> None:
+    executor = load(folder)
+    prompt = PROMPTS[1]
+    draw = (SamplingRow(0, GREEDY, (0, 0, 17), 0),)
+    whole = ScheduledSequence(0, prompt, 0, ([0, 1],), draw)
+    expected = executor.execute(SchedulerOutput(0, (whole,))).token_ids
+    last = ScheduledSequence(1, prompt[16:], 16, ([5, 6],), draw)
+    step = SchedulerOutput(1, (last,), block_copies=((0, 5),))
+    assert executor.execute(step).token_ids == expected
+
+
+def test_a_token_not_known_to_the_scheduler_is_the_one_drawn_before(folder: Path) -> None:
+    executor = load(folder)
+    known = generate(executor, PROMPTS[:1], 2)[0]
+    prompt, draw = PROMPTS[0], (SamplingRow(0, GREEDY, (0, 0, 0), 0),)
+    executor.execute(SchedulerOutput(0, (ScheduledSequence(0, prompt, 0, ([3],), draw),)))
+    ahead = executor.execute(SchedulerOutput(1, (ScheduledSequence(0, [-1], len(prompt), ([3],), draw),)))
+    assert ahead.token_ids == [known[1]]
+
+
+def test_a_prompt_in_progress_draws_nothing(folder: Path) -> None:
+    executor = load(folder)
+    step = SchedulerOutput(4, (ScheduledSequence(0, [1, 2, 3], 0, ([0],)),))
+    result = executor.execute(step)
+    assert (result.step, result.token_ids) == (4, [])
+    assert executor.execute(SchedulerOutput(5, ())).token_ids == []
+
+
+def test_the_end(folder: Path) -> None:
+    executor = load(folder)
+    with pytest.raises(EngineError, match="swapping"):
+        executor.execute(SchedulerOutput(0, (), swap_in=((0, 1),)))
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(EngineError, match="shut down"):
+        executor.execute(SchedulerOutput(0, ()))

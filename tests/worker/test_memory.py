@@ -1,0 +1,60 @@
+"""The size of the KV pool, and the reason that is given."""
+
+from typing import Any
+
+import pytest
+
+from batchgen.config import CacheConfig
+from batchgen.errors import CapacityError
+from batchgen.worker import device
+from batchgen.worker.memory import PoolPlan, plan_blocks
+
+BLOCK = 1000
+
+
+def plan(free: int = 10**9, on_cpu: bool = True, **cache: Any) -> PoolPlan:
+    return plan_blocks(
+        CacheConfig(**cache), block_bytes=BLOCK, max_num_seqs=4, max_model_len=100, free_bytes=free, on_cpu=on_cpu
+    )
+
+
+def test_never_more_than_full_sequences_need() -> None:
+    found = plan()
+    assert found.num_blocks == 4 * 7  # 100 tokens are 7 blocks of 16
+    assert "4 sequences of 100 tokens" in found.decision.reason
+
+
+def test_a_share_of_what_is_free() -> None:
+    assert plan(free=20 * BLOCK).num_blocks == 10
+    assert "50% of" in plan(free=20 * BLOCK).decision.reason
+    assert plan(free=20 * BLOCK, on_cpu=False, gpu_memory_utilization=0.9).num_blocks == 18
+
+
+def test_what_is_given_is_taken() -> None:
+    assert plan(kv_cache_memory_bytes=100 * BLOCK + 999).num_blocks == 100
+    assert plan(kv_cache_memory_bytes=100 * BLOCK, num_gpu_blocks_override=3).num_blocks == 3
+
+
+def test_too_little_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(CapacityError, match="kv_cache_memory_bytes=999"):
+        plan(kv_cache_memory_bytes=999)
+    with pytest.raises(CapacityError, match="set kv_cache_memory_bytes"):
+        plan(free=BLOCK)
+
+
+def test_memory_and_cpus_of_a_container(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_CGROUP", tmp_path)
+    whole = device.available_memory()
+    assert whole > 2**20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert device.available_memory() > 2**20
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("2500000\n")
+    assert device.available_memory() == 500_000
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700000\n")
+    assert device.available_memory() == 1_200_000
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    threads, reason = device.cpu_threads()
+    assert (threads, "0.5 CPUs" in reason) == (1, True)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert device.cpu_threads()[0] >= 1
