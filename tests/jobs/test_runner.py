@@ -387,7 +387,8 @@ def test_a_running_job_is_watched_and_steered_from_outside(source: Path, tmp_pat
     out = tmp_path / "out"
     num_rows = 800
     pq.write_table(pa.table({"text": [f"row {i}" for i in range(num_rows)]}), source)
-    spec = job(source, model="echo:?delay_ms=5&batch=2", output__drain_timeout_s=0)
+    slow = {"drain_timeout_s": 0, "commit_interval_s": 0.05, "path": "out", "shard_rows": 100}
+    spec = job(source, model="echo:?delay_ms=5&batch=2", output=slow)
     stop = StopFlag()
     thread, done = in_background(spec, stop)
     try:
