@@ -17,7 +17,7 @@ class ArrowFormat:
 
     suffixes = (".arrow", ".ipc", ".feather", ".arrows")
     is_typed = True
-    may_lack = False
+    is_json = False
     declares = False
 
     def schema(self, path: Path, declared: Mapping[str, pa.DataType]) -> pa.Schema:

@@ -72,13 +72,13 @@ class FileFormat(Protocol):
     Args:
         suffixes: endings of file names, without that of a compression.
         is_typed: whether files declare their types.
-        may_lack: whether a column may be missing in some of several files.
+        is_json: whether several files join as JSON does: a column may be missing, numbers are of one kind.
         declares: whether `input.schema` may say a column's type.
     """
 
     suffixes: tuple[str, ...]
     is_typed: bool
-    may_lack: bool
+    is_json: bool
     declares: bool
 
     def schema(self, path: Path, declared: Mapping[str, pa.DataType]) -> pa.Schema:

@@ -27,7 +27,7 @@ class CsvFormat:
 
     suffixes = (".csv",)
     is_typed = False
-    may_lack = False
+    is_json = False
     declares = True
     delimiter = ","
 

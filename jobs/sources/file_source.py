@@ -88,11 +88,15 @@ class FileSource:
         schemas = []
         for file in self.files:
             schema = self._format.schema(file.path, declared)
-            if not self._format.may_lack:
+            if not self._format.is_json:
                 schema = select_columns(schema, self._options.columns, file.name)
             schemas.append(schema)
-        joined = join_schemas(schemas, [file.name for file in self.files], may_lack=self._format.may_lack)
+        joined = join_schemas(schemas, [file.name for file in self.files], as_json=self._format.is_json)
         joined = select_columns(joined, self._options.columns, "the input")
+        if not joined.names:
+            raise SourceError(
+                f"the input has no columns (looked in {', '.join(file.name for file in self.files)})"
+            )
         return self._format.finish_schema(joined)
 
     def _batch(self, chunk: Chunk, start: RowPosition) -> SourceBatch:

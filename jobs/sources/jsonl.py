@@ -25,7 +25,7 @@ class JsonLinesFormat:
 
     suffixes = (".jsonl", ".ndjson", ".json")
     is_typed = False
-    may_lack = True
+    is_json = True
     declares = True
 
     def schema(self, path: Path, declared: Mapping[str, pa.DataType]) -> pa.Schema:

@@ -18,7 +18,7 @@ class ParquetFormat:
 
     suffixes = (".parquet", ".pq", ".parq")
     is_typed = True
-    may_lack = False
+    is_json = False
     declares = False
 
     def schema(self, path: Path, declared: Mapping[str, pa.DataType]) -> pa.Schema:

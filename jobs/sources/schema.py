@@ -10,7 +10,7 @@ from batchgen.errors import SourceError, nearest
 _HUGGINGFACE = b"huggingface"
 
 
-def join_schemas(schemas: Sequence[pa.Schema], names: Sequence[str], *, may_lack: bool = False) -> pa.Schema:
+def join_schemas(schemas: Sequence[pa.Schema], names: Sequence[str], *, as_json: bool = False) -> pa.Schema:
     """One schema that holds the rows of all files without loss; columns in the order of their first file.
 
     Joined are: null with anything; integers of any width that a signed or unsigned 64-bit one holds; text,
@@ -19,12 +19,12 @@ def join_schemas(schemas: Sequence[pa.Schema], names: Sequence[str], *, may_lack
     Args:
         schemas: one of each file.
         names: the files' names, for messages.
-        may_lack: whether a column may be missing in some files, as a key may in JSON lines.
+        as_json: whether a column may be missing in some files, and whole numbers join with fractions.
 
     Raises:
         SourceError: types that cannot be joined, or a column that only some files have.
     """
-    if not may_lack:
+    if not as_json:
         _refuse_lacking(schemas, names)
     joined: dict[str, pa.Field] = {}
     origin: dict[str, str] = {}
@@ -34,7 +34,7 @@ def join_schemas(schemas: Sequence[pa.Schema], names: Sequence[str], *, may_lack
             origin.setdefault(field.name, name)
             if known is field:
                 continue
-            kind = join_types(known.type, field.type)
+            kind = join_types(known.type, field.type, as_json=as_json)
             if kind is None:
                 raise SourceError(
                     f"column {field.name!r} is {known.type} in {origin[field.name]} but {field.type} in "
@@ -47,28 +47,41 @@ def join_schemas(schemas: Sequence[pa.Schema], names: Sequence[str], *, may_lack
     return pa.schema(list(joined.values()), metadata=_shared_features(schemas))
 
 
-def join_types(left: Any, right: Any) -> Any:
-    """The narrowest type that holds the values of both without loss, or None."""
+def join_types(left: Any, right: Any, *, as_json: bool = False) -> Any:
+    """The narrowest type that holds the values of both without loss, or None.
+
+    Args:
+        left: a type.
+        right: another.
+        as_json: whether whole numbers join with fractions; one that a double cannot hold then fails its row.
+    """
     if left.equals(right) or pa.types.is_null(right):
         return left
     if pa.types.is_null(left):
         return right
     if pa.types.is_dictionary(left):
-        return join_types(left.value_type, right.value_type if pa.types.is_dictionary(right) else right)
+        plain = right.value_type if pa.types.is_dictionary(right) else right
+        return join_types(left.value_type, plain, as_json=as_json)
     if pa.types.is_dictionary(right):
-        return join_types(left, right.value_type)
+        return join_types(left, right.value_type, as_json=as_json)
     for family, widest in ((_is_text, pa.large_string()), (_is_bytes, pa.large_binary())):
         if family(left) and family(right):
             return widest
     if pa.types.is_integer(left) and pa.types.is_integer(right):
         return _join_integers(left, right)
     if pa.types.is_struct(left) and pa.types.is_struct(right):
-        return _join_structs(left, right)
+        return _join_structs(left, right, as_json=as_json)
     if _is_list(left) and _is_list(right):
-        item = join_types(left.value_type, right.value_type)
+        item = join_types(left.value_type, right.value_type, as_json=as_json)
         make = pa.large_list if pa.types.is_large_list(left) or pa.types.is_large_list(right) else pa.list_
         return None if item is None else make(left.value_field.with_type(item).with_nullable(True))
+    if as_json and _is_number(left) and _is_number(right):
+        return pa.float64()
     return None
+
+
+def _is_number(kind: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _join_integers(left: Any, right: Any) -> Any:
@@ -81,11 +94,11 @@ def _join_integers(left: Any, right: Any) -> Any:
     return {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[needed]
 
 
-def _join_structs(left: Any, right: Any) -> Any:
+def _join_structs(left: Any, right: Any, *, as_json: bool) -> Any:
     fields = {field.name: field for field in left}
     for field in right:
         known = fields.get(field.name)
-        kind = field.type if known is None else join_types(known.type, field.type)
+        kind = field.type if known is None else join_types(known.type, field.type, as_json=as_json)
         if kind is None:
             return None
         fields[field.name] = (known or field).with_type(kind)

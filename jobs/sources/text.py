@@ -18,7 +18,7 @@ class TextFormat:
 
     suffixes = (".txt",)
     is_typed = True
-    may_lack = False
+    is_json = False
     declares = False
 
     def schema(self, path: Path, declared: Mapping[str, pa.DataType]) -> pa.Schema:
