@@ -45,9 +45,7 @@ class Embedding:
                 f"{self.name}: {parameter} has shape {list(tensor.shape)}, the model needs weight "
                 f"{list(self.size)}"
             )
-        self._table = tensor[self.share].to(
-            dtype=self._dtype, device=self._device, copy=True
-        )
+        self._table = tensor[self.share].to(dtype=self._dtype, device=self._device, copy=True)
 
     def missing(self) -> list[tuple[int, str]]:
         """(part, parameter) of the tensors that have not come."""

@@ -94,7 +94,9 @@ class LinearLayer:
                 continue
             length = tensor.shape[dim]
             if length * share.start % total or length * share.stop % total:
-                raise WeightsError(f"{self.name}: {length} entries do not divide among {self.parallel.size} ranks")
+                raise WeightsError(
+                    f"{self.name}: {length} entries do not divide among {self.parallel.size} ranks"
+                )
             begin, end = length * share.start // total, length * share.stop // total
             tensor = tensor.narrow(dim, begin, end - begin)
         return tensor

@@ -98,7 +98,9 @@ class Decoder:
         self._targets["model.embed_tokens"] = (self.embedding, 0)
         if not c.tie_embeddings:
             self._targets["lm_head"] = (self.head, 0)
-        rotary = RotaryEmbedding(c.rope, max_len, kernels, device, rope_divisors) if any(c.uses_rope) else None
+        rotary = (
+            RotaryEmbedding(c.rope, max_len, kernels, device, rope_divisors) if any(c.uses_rope) else None
+        )
         self.layers = [self._make_layer(index, rotary) for index in range(c.num_layers)]
         self.norm = self._make_norm("model.norm", c.hidden_size)
         qkv = self._targets["model.layers.0.self_attn.q_proj"][0]

@@ -82,7 +82,9 @@ class GGUFSource:
         block_len, block_bytes = GGML_QUANT_SIZES[kind]
         row_len = tensor.shape[-1]
         if row_len % block_len:
-            raise WeightsError(f"{self.where}: {tensor.name}: rows of {row_len} are no multiple of {block_len}")
+            raise WeightsError(
+                f"{self.where}: {tensor.name}: rows of {row_len} are no multiple of {block_len}"
+            )
         num_rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
         row_bytes = row_len // block_len * block_bytes
         raw = np.frombuffer(self._file.raw(tensor, num_rows * row_bytes), dtype=np.uint8)

@@ -48,7 +48,9 @@ class SafetensorsSource:
         for file in _safetensors_files(folder):
             for name, shape in _shapes_in(file).items():
                 if name in self._file_of:
-                    raise WeightsError(f"{folder}: {name} is both in {self._file_of[name].name} and {file.name}")
+                    raise WeightsError(
+                        f"{folder}: {name} is both in {self._file_of[name].name} and {file.name}"
+                    )
                 self._file_of[name], self.shapes[name] = file, shape
 
     def read(self, name: str) -> Tensor:

@@ -74,7 +74,9 @@ def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenize
         )
     style = patterns.PRE_TOKENIZERS[pre]
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
-    if not merges and any(len(token) > 1 for token, kind in zip(tokens, types, strict=True) if kind == NORMAL):
+    if not merges and any(
+        len(token) > 1 for token, kind in zip(tokens, types, strict=True) if kind == NORMAL
+    ):
         raise ModelError(f"{file.path.name}: the GGUF file has no merges (tokenizer.ggml.merges)")
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(BPE(vocab, merges, ignore_merges=style.takes_whole_words))

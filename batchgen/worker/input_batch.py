@@ -92,7 +92,9 @@ def build_batch(
     metas = []
     for group in range(num_groups):
         tables = _block_tables(sequences, group, -(-longest // block_size))
-        slots = tables[of_sequence, positions // block_size] * block_size + (positions % block_size).astype(np.int32)
+        slots = tables[of_sequence, positions // block_size] * block_size + (positions % block_size).astype(
+            np.int32
+        )
         metas.append(
             AttentionMeta(
                 query_start_loc=shared_start,
@@ -131,5 +133,7 @@ def _fill_unknown(
     for at in np.flatnonzero(token_ids < 0):
         sequence = sequences[int(np.searchsorted(starts, at, side="right")) - 1]
         if token_ids[at] != UNKNOWN or sequence.seq_id not in newest:
-            raise EngineError(f"sequence {sequence.seq_id}: token id {token_ids[at]} stands for no known token")
+            raise EngineError(
+                f"sequence {sequence.seq_id}: token id {token_ids[at]} stands for no known token"
+            )
         token_ids[at] = newest[sequence.seq_id]

@@ -63,7 +63,9 @@ def load_executor(config: EngineConfig) -> Executor:
     location = resolve_model(settings.model, settings.revision)
     device = _device(config, decisions)
     gguf = GGUFFile(location.path) if location.kind == "gguf" else None
-    shape = ModelConfig.from_gguf(gguf) if gguf else ModelConfig.from_hf(_config_json(location), location.name)
+    shape = (
+        ModelConfig.from_gguf(gguf) if gguf else ModelConfig.from_hf(_config_json(location), location.name)
+    )
     dtype = _dtype(settings.dtype, shape, device, decisions)
     max_model_len = _max_model_len(settings.max_model_len, shape, decisions)
     kernels, reproducible = _kernels(config, shape, device, dtype, decisions)
@@ -146,7 +148,11 @@ def _device(config: EngineConfig, decisions: _Decisions) -> torch.device:
 
 def _dtype(given: str, shape: ModelConfig, device: torch.device, decisions: _Decisions) -> str:
     if device.type == "cpu":
-        return str(decisions.decide("dtype", given, "float32", "the fastest float type on a CPU without matrix units"))
+        return str(
+            decisions.decide(
+                "dtype", given, "float32", "the fastest float type on a CPU without matrix units"
+            )
+        )
     stored = shape.dtype if shape.dtype in ("float16", "bfloat16") else "bfloat16"
     reason = "as stored" if stored == shape.dtype else "half of float32's memory"
     return str(decisions.decide("dtype", given, stored, reason))
@@ -166,9 +172,11 @@ def _max_num_batched_tokens(
     default = CPU_MAX_NUM_BATCHED_TOKENS if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
     return int(
         decisions.decide(
-            "max_num_batched_tokens", config.scheduler.max_num_batched_tokens,
-            max(default, max_num_seqs), f"default on {device.type}",
-        )  # fmt: skip
+            "max_num_batched_tokens",
+            config.scheduler.max_num_batched_tokens,
+            max(default, max_num_seqs),
+            f"default on {device.type}",
+        )
     )
 
 
@@ -199,7 +207,9 @@ def _kernels(
         kernels = pick(reproducible=False)
     if wanted is None:
         wanted = kernels.is_reproducible
-        reason = "its kernels give a row the same bits in any batch" if wanted else "its kernels do not promise it"
+        reason = (
+            "its kernels give a row the same bits in any batch" if wanted else "its kernels do not promise it"
+        )
         decisions.decide("reproducible", None, wanted, reason)
     for op, choice in kernels.choices.items():
         decisions.made.append(Decision(f"kernel {op}", choice.backend, choice.reason))

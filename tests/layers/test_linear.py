@@ -102,14 +102,22 @@ def test_merged_shares_take_their_part_of_each(method: LinearMethod) -> None:
 def test_heads_are_shared_whole_and_doubled_when_there_are_too_few(
     num_kv_heads: int, method: LinearMethod
 ) -> None:
-    query, key, value = numbers(4 * 3, 12), numbers(num_kv_heads * 3, 12, seed=1), numbers(num_kv_heads * 3, 12, seed=2)
+    query, key, value = (
+        numbers(4 * 3, 12),
+        numbers(num_kv_heads * 3, 12, seed=1),
+        numbers(num_kv_heads * 3, 12, seed=2),
+    )
     for rank in RANKS:
         layer = QKVLinear("qkv", method, rank, 12, 4, num_kv_heads, 3)
         for part, weight in enumerate((query, key, value)):
             layer.load(part, "weight", weight)
         assert (layer.num_heads, layer.num_kv_heads) == (2, 1)
         head = rank.rank if num_kv_heads == 2 else 0
-        expected = [query[rank.rank * 6 : rank.rank * 6 + 6], key[head * 3 : head * 3 + 3], value[head * 3 : head * 3 + 3]]
+        expected = [
+            query[rank.rank * 6 : rank.rank * 6 + 6],
+            key[head * 3 : head * 3 + 3],
+            value[head * 3 : head * 3 + 3],
+        ]
         torch.testing.assert_close(layer(X), X @ torch.cat(expected).T)
 
 
@@ -162,7 +170,10 @@ class HalvesAndScale(LinearMethod):
 
     @override
     def create_weights(self, shape: LinearShape) -> dict[str, Any]:
-        return {"halves": torch.zeros(shape.in_features, shape.out_features), "scale": torch.zeros(shape.out_features)}
+        return {
+            "halves": torch.zeros(shape.in_features, shape.out_features),
+            "scale": torch.zeros(shape.out_features),
+        }
 
     @override
     def load(self, weights: Any, shape: LinearShape, part: int, parameter: str, tensor: Tensor) -> None:
@@ -170,7 +181,9 @@ class HalvesAndScale(LinearMethod):
 
     @override
     def process(self, weights: Any, shape: LinearShape) -> None:
-        weights["packed"] = self.kernels.pack_linear((weights.pop("halves") * 2 * weights.pop("scale")).T.contiguous())
+        weights["packed"] = self.kernels.pack_linear(
+            (weights.pop("halves") * 2 * weights.pop("scale")).T.contiguous()
+        )
 
     @override
     def apply(self, weights: Any, x: Activation, out: Tensor | None = None) -> Tensor:

@@ -48,7 +48,9 @@ def build_decoder(path: Path, *, backend: str = "reference", transforms: Sequenc
     return model
 
 
-def run_plan(model: Decoder, prompts: Sequence[list[int]], plan: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def run_plan(
+    model: Decoder, prompts: Sequence[list[int]], plan: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
     """Logits of every position of every prompt, computed by steps: plan[i][s] tokens of prompt s in step i."""
     width = 40 // len(prompts)
     # Blocks of each sequence are scattered, so that a wrong table is seen.

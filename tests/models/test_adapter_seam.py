@@ -45,7 +45,16 @@ def test_an_adapter_equals_the_merged_weights(
     plain = run(model, [PROMPT], [[17]])[0]
     model.wrap_linears(wrap)
     assert len(factors) == 8
-    adapted = run(model, [PROMPT], [[10, ], [7]])[0]
+    adapted = run(
+        model,
+        [PROMPT],
+        [
+            [
+                10,
+            ],
+            [7],
+        ],
+    )[0]
     assert not torch.allclose(adapted, plain, atol=1e-2)
 
     with torch.no_grad():

@@ -91,7 +91,9 @@ def test_only_the_rows_that_are_asked_for(tmp_path: Path, decoder: Callable[...,
     assert torch.equal(some, every[[36, 4, 4]])
 
 
-def test_embeddings_may_come_from_elsewhere(tmp_path: Path, decoder: Callable[..., Decoder], truth: Any) -> None:
+def test_embeddings_may_come_from_elsewhere(
+    tmp_path: Path, decoder: Callable[..., Decoder], truth: Any
+) -> None:
     original = tiny_model()
     model = decoder(write_folder(original, tmp_path))
     embeds = torch.randn(9, 72, generator=torch.Generator().manual_seed(5))

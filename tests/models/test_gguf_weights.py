@@ -51,7 +51,9 @@ def tiny_config() -> ModelConfig:
     return ModelConfig.from_hf({**tiny_model().config.to_dict(), "architectures": ["LlamaForCausalLM"]})
 
 
-@pytest.mark.parametrize("kind", [kind for kind in READ_TYPES if kind.name.endswith("_K")], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in READ_TYPES if kind.name.endswith("_K")], ids=lambda kind: kind.name
+)
 def test_k_quants_are_read_as_the_gguf_package_reads_them(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     block_bytes = GGML_QUANT_SIZES[kind][1]
     raw = np.random.default_rng(0).integers(0, 120, (3, 2 * block_bytes), dtype=np.uint8)

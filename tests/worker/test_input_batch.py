@@ -17,7 +17,9 @@ def sample(slot: int, index: int = 0) -> SamplingRow:
 
 def build(*sequences: ScheduledSequence, newest: dict[int, int] | None = None, groups: int = 1) -> InputBatch:
     step = SchedulerOutput(3, sequences, num_common_blocks=1)
-    return build_batch(step, block_size=16, num_groups=groups, device=torch.device("cpu"), newest=newest or {})
+    return build_batch(
+        step, block_size=16, num_groups=groups, device=torch.device("cpu"), newest=newest or {}
+    )
 
 
 def test_a_chunk_beside_a_decode() -> None:

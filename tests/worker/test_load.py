@@ -31,7 +31,11 @@ def load(model: Path | str, **engine_args: Any) -> ModelRunner:
 
 
 def generate(
-    executor: ModelRunner, prompts: list[list[int]], count: int, params: SamplingParams = GREEDY, first_block: int = 0
+    executor: ModelRunner,
+    prompts: list[list[int]],
+    count: int,
+    params: SamplingParams = GREEDY,
+    first_block: int = 0,
 ) -> list[list[int]]:
     """Generate `count` tokens for every prompt, all in one batch, each sequence in blocks of its own."""
     blocks = [[first_block + 8 * index + number for number in range(8)] for index in range(len(prompts))]
@@ -41,9 +45,13 @@ def generate(
         scheduled = []
         for index, text in enumerate(texts):
             draw = SamplingRow(index, params, (7, 0, len(text)), number)
-            scheduled.append(ScheduledSequence(index, text[computed[index] :], computed[index], (blocks[index],), (draw,)))
+            scheduled.append(
+                ScheduledSequence(index, text[computed[index] :], computed[index], (blocks[index],), (draw,))
+            )
             computed[index] = len(text)
-        for text, token in zip(texts, executor.execute(SchedulerOutput(number, tuple(scheduled))).token_ids, strict=True):
+        for text, token in zip(
+            texts, executor.execute(SchedulerOutput(number, tuple(scheduled))).token_ids, strict=True
+        ):
             text.append(token)
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
@@ -63,7 +71,9 @@ def test_greedy_tokens_equal_transformers(backend: str, folder: Path) -> None:
         assert tokens[:agree] == expected[:agree]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.5, top_p=0.9)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(temperature=1.5, top_p=0.9)], ids=["greedy", "drawn"]
+)
 def test_a_row_gives_the_same_tokens_alone_and_in_a_batch(params: SamplingParams, folder: Path) -> None:
     executor = load(folder)
     together = generate(executor, PROMPTS, 10, params)
@@ -83,7 +93,15 @@ def test_every_auto_is_decided_with_a_reason(folder: Path) -> None:
     assert info.resolved["max_num_seqs"] == 256
     assert info.num_blocks == 256 * 8
     assert info.reproducible
-    for name in ("dtype", "device", "max_model_len", "max_num_seqs", "num_blocks", "reproducible", "kernel attention"):
+    for name in (
+        "dtype",
+        "device",
+        "max_model_len",
+        "max_num_seqs",
+        "num_blocks",
+        "reproducible",
+        "kernel attention",
+    ):
         assert any(text.startswith(f"{name}=") and "(" in text for text in info.decisions), name
     assert {"torch", "batchgen", "dtype", "threads", "kernels", "instruction_set"} <= set(info.environment)
     json.dumps(info.resolved)
@@ -93,7 +111,9 @@ def test_what_is_given_is_no_decision(folder: Path) -> None:
     info = load(folder, dtype="bfloat16", max_num_seqs=3, max_model_len=64, num_gpu_blocks_override=9).info
     assert info.resolved["dtype"] == "bfloat16"
     assert (info.max_model_len, info.num_blocks, info.reproducible) == (64, 9, False)
-    assert not [text for text in info.decisions if text.startswith(("dtype=", "max_num_seqs=", "max_model_len="))]
+    assert not [
+        text for text in info.decisions if text.startswith(("dtype=", "max_num_seqs=", "max_model_len="))
+    ]
 
 
 def test_ends_of_a_text_are_those_of_all_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -114,7 +134,9 @@ def test_ids_without_a_token_are_not_drawn(folder: Path) -> None:
 def test_reproducible_is_refused_where_it_is_not_built(folder: Path) -> None:
     assert load(folder, reproducible=True).info.reproducible
     assert not load(folder, reproducible=False).info.reproducible
-    with pytest.raises(ConfigError, match="reproducible: true is built for float32 on a CPU, not for bfloat16"):
+    with pytest.raises(
+        ConfigError, match="reproducible: true is built for float32 on a CPU, not for bfloat16"
+    ):
         load(folder, reproducible=True, dtype="bfloat16")
     with pytest.raises(ConfigError, match="reproducible: true cannot be had: .*reference"):
         load(folder, reproducible=True, kernel_backend="reference")

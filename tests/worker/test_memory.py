@@ -14,7 +14,12 @@ BLOCK = 1000
 
 def plan(free: int = 10**9, on_cpu: bool = True, **cache: Any) -> PoolPlan:
     return plan_blocks(
-        CacheConfig(**cache), block_bytes=BLOCK, max_num_seqs=4, max_model_len=100, free_bytes=free, on_cpu=on_cpu
+        CacheConfig(**cache),
+        block_bytes=BLOCK,
+        max_num_seqs=4,
+        max_model_len=100,
+        free_bytes=free,
+        on_cpu=on_cpu,
     )
 
 

@@ -20,7 +20,9 @@ def logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 3.0) ->
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def row(key: tuple[int, int, int] = (0, 0, 0), generated: int = 0, stop_ids: Any = (), **params: Any) -> SamplingRow:
+def row(
+    key: tuple[int, int, int] = (0, 0, 0), generated: int = 0, stop_ids: Any = (), **params: Any
+) -> SamplingRow:
     return SamplingRow(0, SamplingParams(**params), key, generated, frozenset(stop_ids))
 
 
@@ -142,7 +144,9 @@ def test_a_nucleus_wider_than_the_first_guess() -> None:
     assert len(found) > 0.9 * len(kept)
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}]
+)
 def test_ids_without_a_token_are_never_drawn(params: dict[str, Any]) -> None:
     # BG-11: the head is padded to more rows than the tokenizer has ids; even a bias cannot reach them.
     values = logits(1)
@@ -159,7 +163,11 @@ class TestHoldingBack:
     @pytest.mark.parametrize("stop_ids", [[2], [2, 0], [2, 5, 0]])
     def test_every_stop_id_is_held_back_until_min_tokens(self, stop_ids: list[int]) -> None:
         values = logits(1)
-        params: dict[str, Any] = {"temperature": 0, "min_tokens": 4, "logit_bias": {stop: 100.0 for stop in stop_ids}}
+        params: dict[str, Any] = {
+            "temperature": 0,
+            "min_tokens": 4,
+            "logit_bias": dict.fromkeys(stop_ids, 100.0),
+        }
         for generated in range(4):
             assert draw(values, [row(generated=generated, stop_ids=stop_ids, **params)])[0] not in stop_ids
         assert draw(values, [row(generated=4, stop_ids=stop_ids, **params)])[0] in stop_ids
@@ -174,7 +182,9 @@ class TestHoldingBack:
 
     def test_stop_ids_past_the_vocabulary_do_no_harm(self) -> None:
         values = logits(1)
-        assert draw(values, [row(temperature=0, min_tokens=1, stop_ids=[VOCAB + 3])]) == [int(values.argmax())]
+        assert draw(values, [row(temperature=0, min_tokens=1, stop_ids=[VOCAB + 3])]) == [
+            int(values.argmax())
+        ]
 
 
 def test_a_bias_moves_one_row() -> None:
@@ -182,7 +192,9 @@ def test_a_bias_moves_one_row() -> None:
     moved, plain = draw(values, [row(temperature=0, logit_bias={7: 100.0}), row(temperature=0)])
     assert moved == 7
     assert plain == int(values[1].argmax())
-    away = draw(values, [row(temperature=0, logit_bias={int(values[0].argmax()): -100.0}), row(temperature=0)])[0]
+    away = draw(
+        values, [row(temperature=0, logit_bias={int(values[0].argmax()): -100.0}), row(temperature=0)]
+    )[0]
     assert away == int(values[0].topk(2).indices[1])
 
 
@@ -194,7 +206,9 @@ def test_everything_forbidden_is_no_crash() -> None:
 class TestRandomStream:
     def test_a_function_of_the_key_alone(self) -> None:
         assert uniform(3, 1, 7) == uniform(3, 1, 7)
-        keys = [(seed, sample, position) for seed in range(12) for sample in range(12) for position in range(12)]
+        keys = [
+            (seed, sample, position) for seed in range(12) for sample in range(12) for position in range(12)
+        ]
         assert len({uniform(*key) for key in keys}) == len(keys)
         assert all(0 <= uniform(*key) < 1 for key in keys)
 
