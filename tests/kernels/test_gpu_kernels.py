@@ -77,7 +77,9 @@ def test_attention_compiles_for_a_gpu_that_is_not_there(dtype, is_plain):
     constants |= {"HAS_SOFT_CAP": not is_plain, "HAS_WINDOW": not is_plain, "PRECISION": "tf32"}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=_attention_kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_stages": 2})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_stages": 2, "enable_fp_fusion": True}
+    )
     assert compiled.asm["cubin"]
 
 
