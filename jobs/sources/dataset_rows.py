@@ -137,11 +137,21 @@ class IterableSource(_DatasetSource):
     def batches(self, start: RowPosition) -> Iterator[SourceBatch]:
         """All rows from `start` on, in order. See `Source.batches`."""
         row, index = start.row, start.index
-        for table in self._dataset.skip(row).with_format("arrow").iter(BATCH_ROWS):
+        for table in self._tables(row):
             for batch in self._batches(table, RowPosition(0, row, index)):
                 yield batch
                 row += len(batch)
                 index += len(batch)
+
+    def _tables(self, row: int) -> Iterator[pa.Table]:
+        rest = self._dataset.skip(row)
+        if self._dataset._ex_iterable.iter_arrow is not None:
+            yield from rest.with_format("arrow").iter(BATCH_ROWS)
+            return
+        # Rows of a Python generator; as Arrow tables each would have a type of its own making.
+        for batch in rest.iter(BATCH_ROWS):
+            wanted = {name: batch[name] for name in self._read_schema.names}
+            yield pa.table(wanted, schema=self._read_schema)
 
 
 def _is_shuffled_without_seed(dataset: Any) -> bool:
