@@ -19,6 +19,7 @@ from batchgen.errors import EngineError
 from batchgen.outputs import RequestOutput
 
 _GRACE_S = 2.0
+_LOOK_S = 1.0  # how often a caller who waits looks whether the child is still there
 
 
 class ChildClient:
@@ -148,11 +149,17 @@ class ChildClient:
 
     def _take_next(self, deadline: float | None) -> bool:
         """Wait for one packet and take it in; False when there was none in time."""
-        try:
-            timeout_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            packet = self._process.packets.get(timeout=timeout_s)
-        except queue.Empty:
-            return False
+        packet = None
+        while True:
+            left_s = _LOOK_S if deadline is None else max(deadline - time.monotonic(), 0.0)
+            try:
+                packet = self._process.packets.get(timeout=min(left_s, _LOOK_S))
+                break
+            except queue.Empty:
+                if self._process.has_ended:  # an interrupt may have swallowed the word of its death
+                    break
+                if left_s <= _LOOK_S and deadline is not None:
+                    return False
         if packet is None:
             self._death = self._death or self._process.cause_of_death()
             self._check_alive(with_outputs=False)

@@ -119,18 +119,25 @@ class ChildProcess:
         with process:
             stderr_reader = self._spawn(self._read_stderr)
             writer = self._spawn(self._write, hello)
-            self._read_packets()
             try:
-                process.wait(_EXIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            stderr_reader.join(_EXIT_S)
-            self._ended.set()
-            with suppress(queue.Full):  # full: it is not waiting for more, but in a write that fails now
-                self._outgoing.put_nowait(None)
-            writer.join(_EXIT_S)
-        self._offer(None)
+                self._read_packets()
+            finally:
+                self._bury(process)
+                stderr_reader.join(_EXIT_S)
+                self._ended.set()
+                with suppress(queue.Full):  # full: it is not waiting for more, but in a write that fails now
+                    self._outgoing.put_nowait(None)
+                writer.join(_EXIT_S)
+                self._offer(None)
+
+    @staticmethod
+    def _bury(process: subprocess.Popen[bytes]) -> None:
+        """Wait for the end of a child that says no more, and make it end if it does not."""
+        try:
+            process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def _read_packets(self) -> None:
         assert self._process is not None and self._process.stdout is not None

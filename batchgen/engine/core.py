@@ -3,7 +3,9 @@
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterable
+from functools import partial
 
 from batchgen.config import EngineConfig
 from batchgen.engine.block_manager import BlockManager
@@ -11,6 +13,7 @@ from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, Lim
 from batchgen.engine.metrics import snapshot
 from batchgen.engine.policy import POLICIES
 from batchgen.engine.prefix_cache import cache_root
+from batchgen.engine.request_table import RequestTable
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.watchdog import Watchdog
 from batchgen.errors import ConfigError, EngineError
@@ -74,7 +77,9 @@ class EngineCore:
             eos_token_ids=eos_token_ids,
             policy=POLICIES[resolved["scheduling_policy"]],
         )
-        self._watchdog = Watchdog(self._describe_running)
+        # The watching thread must not keep the model alive: it knows only the table of requests.
+        self._watchdog = Watchdog(partial(_describe_running, self._scheduler.table))
+        weakref.finalize(self, self._watchdog.stop)
         log.info("end-of-sequence ids: %s", ", ".join(map(str, eos_token_ids)) or "none")
         self._warn_of_small_pool()
 
@@ -173,11 +178,6 @@ class EngineCore:
         table.fail(head.request, RowFailure(FailureCode.ENGINE_ERROR, message))
         return self._scheduler.take_outputs()
 
-    def _describe_running(self) -> str:
-        running = self._scheduler.table.running.copy()
-        names = ", ".join(sequence.request.request_id for sequence in running[:5])
-        return f"{len(running)} sequences, of requests {names}{' …' if len(running) > 5 else ''}"
-
     def _warn_of_small_pool(self) -> None:
         capacity = self.info.num_blocks // self._blocks.num_groups * self.info.block_size
         if capacity < self.info.max_model_len:
@@ -188,3 +188,9 @@ class EngineCore:
                 capacity,
                 self.info.max_model_len,
             )
+
+
+def _describe_running(table: RequestTable) -> str:
+    running = table.running.copy()
+    names = ", ".join(sequence.request.request_id for sequence in running[:5])
+    return f"{len(running)} sequences, of requests {names}{' …' if len(running) > 5 else ''}"

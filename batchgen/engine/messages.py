@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchgen.errors import ConfigError
 from batchgen.outputs import RowFailure
 from batchgen.sampling_params import SamplingParams
 
@@ -82,10 +83,20 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What may change while the engine runs; None leaves a value as it is."""
+    """What may change while the engine runs; None leaves a value as it is.
+
+    Raises:
+        ConfigError: a value below 1.
+    """
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"limit {name} must be 1 or more; got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,9 +148,6 @@ class Scheduler:
             sequence.num_placeholders -= 1
             if sequence.state is not SequenceState.FINISHED:
                 self.table.accept(sequence, token)
-                # A token computed before it was known may complete a block only now.
-                if sequence.num_computed_tokens >= len(sequence.token_ids):
-                    self.blocks.cache_computed(sequence)
         return self.table.take_outputs()
 
     def take_outputs(self) -> list[SampleOutput]:

@@ -1,6 +1,8 @@
+import gc
 import logging
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -219,6 +221,19 @@ def test_a_pool_smaller_than_the_context_is_said_at_the_start(
     assert not caplog.records
     make_client(num_gpu_blocks_override=10, max_model_len=161)
     assert "holds 160 tokens, fewer than max_model_len (161)" in caplog.text
+
+
+def test_a_core_that_nobody_holds_is_freed_with_its_model(make_client: Any) -> None:
+    made = make_client()
+    executor = weakref.ref(made.executor)
+    del made
+    gc.collect()
+    assert executor() is None
+
+
+def test_limits_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs must be 1 or more; got 0"):
+        Limits(max_num_seqs=0)
 
 
 def test_the_watchdog_names_who_is_concerned_by_an_endless_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -177,11 +177,12 @@ def test_no_text_when_none_is_wanted(make_request: MakeRequest) -> None:
 def test_samples_end_one_by_one_and_the_request_with_the_last(make_request: MakeRequest) -> None:
     core = Core(make_request("a", [1], n=3, output_kind=FINAL_ONLY, stop=["z"]))
     core.say(*b"two", index=2, finish_reason="length")
-    core.say(*b"z", index=0)
+    core.say(*b"xz", index=0)
+    core.say(*b"late", index=0)
     assert core.outputs == []
     core.say(*b"one", 257, index=1, finish_reason="stop")
     (output,) = core.outputs
-    assert [each.text for each in output.outputs] == ["", "one", "two"]
+    assert [each.text for each in output.outputs] == ["x", "one", "two"]
     assert [each.finish_reason for each in output.outputs] == ["stop", "stop", "length"]
     assert core.aborted == [("a", 0)]
 

@@ -111,7 +111,7 @@ def test_the_last_arrival_is_preempted_keeps_its_tokens_and_comes_back_first(
     assert counts == {"a": 2, "b": 3, "c": 3, "d": 6}
 
 
-def test_nothing_is_admitted_in_a_step_that_preempted(
+def test_nobody_overtakes_a_preempted_sequence(
     make_scheduler: MakeScheduler, make_request: MakeRequest, execute: Execute
 ) -> None:
     scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False)
