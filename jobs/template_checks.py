@@ -64,8 +64,9 @@ def check_nodes(tree: nodes.Template, place: str, schema: pa.Schema) -> None:
     for data in tree.find_all(nodes.TemplateData):
         for match in _FORMAT_FIELD.finditer(data.data):
             if match[1] in schema.names:
+                line = data.lineno + data.data.count("\n", 0, match.start())
                 raise TemplateError(
-                    f"{place}, line {data.lineno}: {match[0]} is written out as it stands; a column is "
+                    f"{place}, line {line}: {match[0]} is written out as it stands; a column is "
                     f"{{{{ {match[1]} }}}} (and if the braces are meant: {{{{ '{match[0]}' }}}})"
                 )
     _check_fields(tree, place, schema)
