@@ -57,7 +57,7 @@ def tiny_model(architecture: str = "LlamaForCausalLM", seed: int = 0, **config: 
 
 
 def write_folder(model: Any, folder: Path, **generation: Any) -> Path:
-    """Save a model with a byte-level tokenizer and chat template; `generation` goes to generation_config.json."""
+    """Save a model with a byte-level tokenizer; `generation` goes to generation_config.json."""
     for name, value in generation.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(folder)
@@ -69,13 +69,13 @@ def write_tokenizer(folder: Path) -> None:
     """A tokenizer with one id per byte (0 to 255) and the special tokens from 256 on."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast as HubTokenizer
 
     backend = Tokenizer(BPE({letter: byte for byte, letter in enumerate(_byte_letters())}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer: Any = HubTokenizer(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, bos_token=SPECIAL_TOKENS[0], eos_token=SPECIAL_TOKENS[1]
     )
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -85,12 +85,12 @@ def write_tokenizer(folder: Path) -> None:
 def write_gguf(
     model: Any, path: Path, quantization: str = "F32", extra: Mapping[str, Tensor] | None = None
 ) -> Path:
-    """Write a tiny model as a GGUF file, matrices in the storage type, with the tokenizer of `write_tokenizer`.
+    """Write a tiny model as a GGUF file with the tokenizer of `write_tokenizer`.
 
     Args:
         model: Llama, Qwen2, Qwen3 or SmolLM3.
         path: of the file.
-        quantization: a type that the gguf package can write.
+        quantization: storage type of the matrices, one that the gguf package can write.
         extra: more tensors, by their name in the file.
     """
     import gguf
@@ -145,7 +145,8 @@ def _gguf_name(name: str) -> str:
         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     }  # fmt: skip
     module, _, parameter = name.rpartition(".")

@@ -1,8 +1,8 @@
 """Linear layers that know which share of the weights is theirs: Column, Row, QKV, Merged and LMHead.
 
-Weights come in through `load`, one tensor of the checkpoint at a time, whole; the layer takes its rank's share.
-How they are stored and multiplied is the `LinearMethod`'s affair. A layer is ready as soon as its last tensor
-is in, so that a model fills layer by layer and the loaded form of only one is in memory.
+Weights come in through `load`, one tensor of the checkpoint at a time, whole; the layer takes its rank's
+share. How they are stored and multiplied is the `LinearMethod`'s affair. A layer is ready as soon as its
+last tensor is in, so that a model fills layer by layer and the loaded form of only one is in memory.
 """
 
 from typing import Any
@@ -87,8 +87,10 @@ class LinearLayer:
         return True
 
     def _slice(self, tensor: Tensor, part: int, layout: ParameterLayout) -> Tensor:
-        shares = ((layout.output_dim, self.output_share(part), self.part_sizes[part]),)
-        shares += ((layout.input_dim, self.input_share(), self.in_features),)
+        shares = (
+            (layout.output_dim, self.output_share(part), self.part_sizes[part]),
+            (layout.input_dim, self.input_share(), self.in_features),
+        )
         for dim, share, total in shares:
             if dim is None or share.stop - share.start == total or tensor.dim() <= dim:
                 continue

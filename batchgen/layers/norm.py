@@ -29,7 +29,8 @@ class RMSNorm:
         """Take the weight."""
         if parameter != "weight" or tensor.shape != (self.size,):
             raise WeightsError(
-                f"{self.name}: {parameter} has shape {list(tensor.shape)}, the model needs weight [{self.size}]"
+                f"{self.name}: {parameter} has shape {list(tensor.shape)}, the model needs weight "
+                f"[{self.size}]"
             )
         self.weight = tensor.to(dtype=self._dtype, device=self._device, copy=True)
 

@@ -37,7 +37,7 @@ class RotaryEmbedding:
         self._kernels = kernels
 
     def __call__(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
-        """Rotate in place: query [T, H, D], key [T, G, D]; positions [T] or [rows, T], whose first row counts.
+        """Rotate in place: query [T, H, D], key [T, G, D]; positions [T] or [rows, T]: the first row counts.
 
         Several rows are for models that rotate sections of a head by different positions (M-RoPE); in text
         all rows are equal.

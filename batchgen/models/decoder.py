@@ -108,7 +108,8 @@ class Decoder:
         self._workspace = Workspace(
             self.dtype, device,
             hidden_size=c.hidden_size, wide_size=2 * c.intermediate_size // self._parallel.size,
-            vocab_size=c.vocab_size, num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, head_dim=c.head_dim,
+            vocab_size=c.vocab_size, num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads,
+            head_dim=c.head_dim,
         )  # fmt: skip
         # Full tables for all layers; a layer's window limits what is read, not yet what is kept.
         self.kv_specs = [

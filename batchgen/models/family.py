@@ -22,7 +22,7 @@ class Family:
         qk_norm: RMSNorm over each head of query and key, before the rotation.
         windows: where sliding windows are: "none"; "all" layers; "config": as `use_sliding_window` and
             `layer_types` say, or else from layer `max_window_layers` on.
-        skips_rope: whether `no_rope_layers` or `no_rope_layer_interval` leave the rotation out of some layers.
+        skips_rope: whether `no_rope_layers` or `no_rope_layer_interval` leave some layers unrotated.
         defaults: values of config.json keys that the family's configuration class leaves out of the file.
         gguf: the family's names in `general.architecture` of GGUF files.
         gguf_rope_is_interleaved: whether those files hold query and key rows permuted for pairwise rotation.

@@ -50,8 +50,8 @@ class GGUFFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        # Key -> where its value begins and ends. Arrays are only decoded when they are asked for: a vocabulary
-        # takes more memory as Python strings than as bytes.
+        # Key -> where its value begins and ends. Arrays are only decoded when they are asked for: a
+        # vocabulary takes more memory as Python strings than as bytes.
         self._spans: dict[str, tuple[int, int]] = {}
         with open(self.path, "rb") as file:
             if self.path.stat().st_size < 24:

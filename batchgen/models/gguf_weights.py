@@ -17,7 +17,9 @@ ROPE_DIVISORS = "rope_freqs.weight"
 # Storage types that are read.
 READ_TYPES = tuple(
     GGMLQuantizationType[name]
-    for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+    for name in (
+        "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"
+    )
 )  # fmt: skip
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -55,8 +57,8 @@ class GGUFSource:
         for tensor in file.tensors.values():
             if tensor.type_id not in READ_TYPES:
                 raise UnsupportedModelError(
-                    f"{self.where}: {tensor.name} is stored as {_type_name(tensor.type_id)}, which is not read "
-                    f"(read: {', '.join(kind.name for kind in READ_TYPES)})"
+                    f"{self.where}: {tensor.name} is stored as {_type_name(tensor.type_id)}, which is not "
+                    f"read (read: {', '.join(kind.name for kind in READ_TYPES)})"
                 )
             if tensor.name != ROPE_DIVISORS:
                 self._tensors[hf_name(tensor.name)] = tensor

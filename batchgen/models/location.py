@@ -66,10 +66,10 @@ class ModelLocation:
 
 
 def resolve_model(model: str, revision: str | None = None, *, tokenizer_only: bool = False) -> ModelLocation:
-    """Find a model: a folder, a .gguf file, `package:NAME/FILE.gguf`, a hub id, or `ORG/NAME/FILE.gguf` on the hub.
+    """Find a model: a folder, a .gguf file, `package:NAME/FILE`, a hub id, or a file on the hub.
 
     Args:
-        model: as the user wrote it.
+        model: as the user wrote it; a file on the hub is `ORG/NAME/FILE.gguf`.
         revision: of a hub repository; a branch, tag or commit.
         tokenizer_only: fetch only small files of a hub repository.
 
@@ -162,7 +162,7 @@ def _from_hub(model: str, revision: str | None, tokenizer_only: bool) -> ModelLo
         path = Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
     except LocalEntryNotFoundError as error:
         raise ConfigError(
-            f"model {model!r}: no such folder here, and the hub cannot be reached and has it not in its cache; "
+            f"model {model!r}: no such folder here, the hub cannot be reached, and its cache has no copy; "
             f"download it first, or give a folder, a .gguf file or package:NAME/FILE"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:

@@ -1,8 +1,8 @@
-"""ModelConfig: a model's shape in our own words; the only reader of Hugging Face's and GGUF's keys. No torch."""
+"""ModelConfig: a model's shape in our words; the only reader of Hugging Face's and GGUF's keys. No torch."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.errors import ModelError, UnsupportedModelError
@@ -83,8 +83,8 @@ class ModelConfig:
             )
         if self.rope.dim % 2 or self.rope.dim > self.head_dim:
             raise UnsupportedModelError(
-                f"{self.architecture}: {self.rope.dim} rotated dimensions of a head of {self.head_dim}; must be "
-                f"even and no more"
+                f"{self.architecture}: {self.rope.dim} rotated dimensions of a head of {self.head_dim}; "
+                f"must be even and no more"
             )
 
     @classmethod
@@ -236,17 +236,15 @@ def _hf_rope(hf: _HFConfig, head_dim: int, max_len: int) -> RopeConfig:
         )
     partial = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     theta = scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0
-    shape = {"theta": float(theta), "dim": int(head_dim * partial)}
+    plain = RopeConfig(theta=float(theta), dim=int(head_dim * partial))
     if kind == "default":
-        return RopeConfig(**shape)
+        return plain
     try:
-        factor = float(scaling["factor"])
+        scaled = replace(plain, kind=kind, factor=float(scaling["factor"]))
         if kind == "linear":
-            return RopeConfig(**shape, kind=kind, factor=factor)
-        return RopeConfig(
-            **shape,
-            kind=kind,
-            factor=factor,
+            return scaled
+        return replace(
+            scaled,
             low_freq_factor=float(scaling["low_freq_factor"]),
             high_freq_factor=float(scaling["high_freq_factor"]),
             original_max_len=int(scaling.get("original_max_position_embeddings") or max_len),

@@ -20,8 +20,13 @@ _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 class WeightSource(Protocol):
     """A checkpoint: tensors by their Hugging Face names."""
 
-    where: str
-    shapes: Mapping[str, tuple[int, ...]]
+    @property
+    def where(self) -> str:
+        """What the checkpoint is, for messages."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape of every tensor."""
 
     def read(self, name: str) -> Tensor:
         """One tensor, in the file's dtype or dequantized. It may be a view of the file."""
@@ -126,8 +131,9 @@ def _check_tied(source: WeightSource) -> None:
         if head.shape == embedding.shape and torch.equal(head, embedding):
             return
     raise WeightsError(
-        f"{source.where}: config.json says tie_word_embeddings: true, but {_TIED[0]} is there and differs from "
-        f"{_TIED[1]}; if the model has a head of its own, set tie_word_embeddings: false, else remove the tensor"
+        f"{source.where}: config.json says tie_word_embeddings: true, but {_TIED[0]} is there and differs "
+        f"from {_TIED[1]}; if the model has a head of its own, set tie_word_embeddings: false, else remove "
+        f"the tensor"
     )
 
 
@@ -160,8 +166,9 @@ def _safetensors_files(folder: Path) -> list[Path]:
         )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise WeightsError(
-            f"{folder}: only pickled weights (.bin), which can run code when they are loaded, are there; write "
-            f"safetensors: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) in transformers"
+            f"{folder}: only pickled weights (.bin), which can run code when they are loaded, are there; "
+            f"write safetensors with transformers: "
+            f"AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
     raise WeightsError(f"{folder}: no safetensors file")
 

@@ -73,8 +73,8 @@ class Workspace:
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of qkv [T, (H + 2G) * D] as query [T, H, D], key and value [T, G, D]."""
         heads, groups, size = self._heads
-        parts = qkv.view(qkv.shape[0], heads + 2 * groups, size).split((heads, groups, groups), dim=1)
-        return parts[0], parts[1], parts[2]
+        rows = qkv.view(qkv.shape[0], heads + 2 * groups, size)
+        return rows[:, :heads], rows[:, heads : heads + groups], rows[:, heads + groups :]
 
     def _make(self, num_tokens: int) -> Activations:
         heads, groups, size = self._heads

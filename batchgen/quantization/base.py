@@ -123,7 +123,7 @@ def method_for(
     quant_method = "none" if quantization is None else quantization.get("quant_method")
     if quant_method is None or quant_method not in METHODS:
         raise UnsupportedModelError(
-            f"{name}: the checkpoint is quantized ({quant_method or 'without a quant_method'!r}), which is not "
-            f"built (built: {', '.join(METHODS)}); take the unquantized model or a GGUF file"
+            f"{name}: the checkpoint is quantized ({quant_method or 'without a quant_method'!r}), which is "
+            f"not built (built: {', '.join(METHODS)}); take the unquantized model or a GGUF file"
         )
     return METHODS.get(quant_method)

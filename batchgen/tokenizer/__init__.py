@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat templates. Importing this package loads neither torch nor transformers."""
+"""Text to token ids and back, and chat templates. Importing it loads neither torch nor transformers."""
 
 from batchgen.tokenizer.load import load_tokenizer
 from batchgen.tokenizer.tokenizer import Tokenizer

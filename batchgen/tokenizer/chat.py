@@ -1,7 +1,8 @@
 """ChatTemplate: messages -> the text a chat model was trained on, with the model's own Jinja template.
 
-The environment offers templates what transformers' does (checked against its `apply_chat_template` in the tests):
-trimmed blocks, loop controls, a plain `tojson`, `raise_exception`, `strftime_now` and the `generation` block.
+The environment offers templates what transformers' does (checked against its `apply_chat_template` in the
+tests): trimmed blocks, loop controls, a plain `tojson`, `raise_exception`, `strftime_now` and the
+`generation` block.
 """
 
 import json
@@ -27,7 +28,7 @@ _CONTINUE_HERE = "\ufddb "
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for training; here its body is just output."""
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training; here its body is output."""
 
     tags = {"generation"}  # noqa: RUF012  (the attribute Jinja looks for)
 

@@ -29,8 +29,8 @@ def build_from_gguf(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     kind = file.get("tokenizer.ggml.model")
     if kind not in _BUILDERS:
         raise UnsupportedModelError(
-            f"{file.path.name}: tokenizer of kind {kind!r} is not built (built: {', '.join(sorted(_BUILDERS))}); "
-            f"give the original model as `tokenizer`"
+            f"{file.path.name}: tokenizer of kind {kind!r} is not built "
+            f"(built: {', '.join(sorted(_BUILDERS))}); give the original model as `tokenizer`"
         )
     tokens: list[str] = file.get("tokenizer.ggml.tokens") or []
     if not tokens:
@@ -99,7 +99,7 @@ def _splitter(style: "patterns.Style") -> pre_tokenizers.PreTokenizer:
 
 
 def _sentence_piece(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
-    """SentencePiece BPE: the piece with the highest score is merged first; unknown characters fall to bytes."""
+    """SentencePiece BPE: the piece of the highest score is merged first; unknown characters become bytes."""
     vocab = {token: index for index, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" in file:
         merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
@@ -119,7 +119,7 @@ def _sentence_piece(file: GGUFFile, tokens: list[str], types: list[int]) -> Toke
 
 
 def merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that a SentencePiece vocabulary implies: every split of a piece into two pieces, best score first."""
+    """The merges that SentencePiece scores imply: every split of a piece into two, best score first."""
     merges = []
     for piece, index in vocab.items():
         splits = [

@@ -1,11 +1,11 @@
 """ControlTextGuard: keeps control-token text that stands inside data plain text.
 
-A rendered prompt mixes the template's own control tokens, which must become single ids, with the user's data, in
-which the same characters are only characters. Data is marked before it is rendered; afterwards an occurrence of a
-control token that touches marked data is text, any other is the token.
+A rendered prompt mixes the template's own control tokens, which must become single ids, with the user's
+data, in which the same characters are only characters. Data is marked before it is rendered; afterwards an
+occurrence of a control token that touches marked data is text, any other is the token.
 
-The marks are Unicode noncharacters, which no text for interchange holds; where data has them all the same, they are
-escaped, so nothing is lost.
+The marks are Unicode noncharacters, which no text for interchange holds; where data has them all the same,
+they are escaped, so nothing is lost.
 """
 
 import re

@@ -31,7 +31,7 @@ def load_tokenizer(
         model: see `batchgen.models.location.resolve_model`.
         revision: of the model's hub repository.
         tokenizer: another model whose tokenizer is to be used.
-        tokenizer_revision: of the tokenizer's hub repository; defaults to `revision` when `tokenizer` is None.
+        tokenizer_revision: of the tokenizer's hub repository; without `tokenizer`, `revision` stands in.
         chat_template: Jinja text, or the path of a file with it, in place of the model's own.
 
     Raises:

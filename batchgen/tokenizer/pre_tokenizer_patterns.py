@@ -1,6 +1,7 @@
 """How the byte-level tokenizers of a GGUF file cut text into words, by the file's `tokenizer.ggml.pre`.
 
-The patterns are those that each family's published tokenizer.json states; its vocabulary was learned on words cut so.
+The patterns are those that each family's published tokenizer.json states; its vocabulary was learned on
+words cut so.
 """
 
 from collections.abc import Callable

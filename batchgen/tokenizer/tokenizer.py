@@ -69,20 +69,20 @@ class Tokenizer:
         Args:
             text: any; a lone surrogate counts as U+FFFD.
             add_special_tokens: put what the model wants around a text (a BOS, say).
-            allow_special_tokens: whether text like "<|im_end|>" becomes the control token; else it stays text.
+            allow_special_tokens: whether text like "<|im_end|>" becomes the control token; else it is text.
         """
         return _ids(self.backend if allow_special_tokens else self._literal, text, add_special_tokens)
 
     def guard(self, value: str) -> str:
         """Mark control-token text inside data, so that `encode_guarded` keeps it plain text.
 
-        Only tokens that the tokenizer calls special are control tokens. Returns `value` itself when it has none;
-        a marked value may be put into any template, once.
+        Only tokens that the tokenizer calls special are control tokens. Returns `value` itself when it has
+        none; a marked value may be put into any template, once.
         """
         return self._guard.guard(value)
 
     def encode_guarded(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of a rendered text: control tokens of the template are tokens, those in guarded data are text."""
+        """The ids of a rendered text: the template's control tokens are tokens, guarded data is text."""
         if unguard(text) is text:
             return _ids(self.backend, text, add_special_tokens)
         return _ids(self._literal, self._guard.tell_apart(text, self._prefix), add_special_tokens)
@@ -110,7 +110,7 @@ class Tokenizer:
         source = chat_template if chat_template is not None else self.chat_template
         if source is None:
             raise TemplateError(
-                "the model has no chat template; give one (model.chat_template) or use a plain prompt without chat"
+                "the model has no chat template; give one (model.chat_template) or use a prompt without chat"
             )
         return self._template(source).render(
             messages,
@@ -129,7 +129,8 @@ class Tokenizer:
     ) -> str:
         """The text of ids. Ids without a token are left out; bytes that are no UTF-8 become U+FFFD.
 
-        `spaces_between_special_tokens` is accepted for vLLM's sake; the tokenizers library never adds such spaces.
+        `spaces_between_special_tokens` is accepted for vLLM's sake; the tokenizers library never adds such
+        spaces.
         """
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 

@@ -1,4 +1,4 @@
-"""load_executor: an EngineConfig -> a loaded model with its KV blocks, every "auto" decided, with the reason."""
+"""load_executor: an EngineConfig -> a loaded model with KV blocks; every "auto" decided, with a reason."""
 
 import logging
 import time
@@ -170,14 +170,13 @@ def _max_num_batched_tokens(
     config: EngineConfig, device: torch.device, max_num_seqs: int, decisions: _Decisions
 ) -> int:
     default = CPU_MAX_NUM_BATCHED_TOKENS if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
-    return int(
-        decisions.decide(
-            "max_num_batched_tokens",
-            config.scheduler.max_num_batched_tokens,
-            max(default, max_num_seqs),
-            f"default on {device.type}",
-        )
+    value = decisions.decide(
+        "max_num_batched_tokens",
+        config.scheduler.max_num_batched_tokens,
+        max(default, max_num_seqs),
+        f"default on {device.type}",
     )
+    return int(value)
 
 
 def _kernels(

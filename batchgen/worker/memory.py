@@ -29,13 +29,14 @@ def plan_blocks(
 ) -> PoolPlan:
     """Size the pool of KV blocks.
 
-    `num_gpu_blocks_override` is taken as it is, else `kv_cache_memory_bytes`, else a share of the free memory;
-    the last never exceeds what `max_num_seqs` sequences of full length need.
+    `num_gpu_blocks_override` is taken as it is, else `kv_cache_memory_bytes`, else a share of the free
+    memory; the last never exceeds what `max_num_seqs` sequences of full length need.
 
     Args:
         cache: the settings.
         block_bytes: of one block in all layers.
-        max_num_seqs, max_model_len: what the pool could at most be asked for.
+        max_num_seqs: sequences that run at once, at most.
+        max_model_len: tokens of one sequence, at most.
         free_bytes: memory free now, weights loaded.
         on_cpu: whether blocks live in host memory; then `gpu_memory_utilization` has no say.
 

@@ -1,4 +1,4 @@
-"""ModelRunner: runs one step on this rank: block copies, forward pass, logits of the rows that need them, draws."""
+"""ModelRunner: runs one step on this rank: block copies, forward pass, logits of some rows, draws."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,8 @@ class ModelRunner:
         self._caches = list(caches)
         self._sampler = sampler
         self._block_size = block_size
-        # Tokens of the last step by the sequence they belong to: a scheduler that runs ahead does not know them.
+        # Tokens of the last step by the sequence they belong to: a scheduler that runs ahead does not know
+        # them.
         self._newest: dict[int, int] = {}
         model.bind_kv(caches)
 

@@ -1,11 +1,11 @@
-"""uniform: random numbers that are a function of a counter, so that they do not depend on who was drawn before."""
+"""uniform: random numbers that are a function of a counter, so that no draw depends on another."""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, the same for the same three whole numbers, wherever it is drawn.
+    """A number in [0, 1) with 53 random bits; the same three whole numbers always give the same one.
 
     Source: the finalizer of SplitMix64 (Steele, Lea and Flood 2014), once for each part of the key.
     """

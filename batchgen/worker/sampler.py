@@ -1,9 +1,10 @@
 """Sampler: rows of logits -> tokens, each row by its own SamplingParams and random stream.
 
-A row's token is a function of its logits, params and key alone: every sum runs over one row, in an order that
-the row fixes, in float64. So neighbours, batch size and thread count cannot change a draw.
+A row's token is a function of its logits, params and key alone: every sum runs over one row, in an order
+that the row fixes, in float64. So neighbours, batch size and thread count cannot change a draw.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,17 +114,18 @@ def _nucleus(weights: Floats, top_p: float) -> Ids:
 
 
 def _at(weights: Floats, u: float) -> int:
-    """The place in which u of the running sum of the weights lies."""
+    """The place in which u of the running sum of the weights lies; it has a weight above 0."""
     sums = _sums(weights)
-    target = u * float(sums[-1])
-    stretch = min(int(np.searchsorted(sums, target, side="right")), sums.shape[0] - 1)
+    total = float(sums[-1])
+    # Below the total even when u * total rounds up to it.
+    target = min(u * total, math.nextafter(total, 0.0))
+    stretch = int(np.searchsorted(sums, target, side="right"))
     begin = stretch * _STRETCH
-    before = float(sums[stretch - 1]) if stretch else 0.0
     inside = weights[begin : begin + _STRETCH]
-    place = begin + int(np.searchsorted(before + np.cumsum(inside), target, side="right"))
-    # Rounding may put the target past the last weight: then it is the last place that has any.
-    end = min(begin + _STRETCH, weights.shape[0])
-    return place if place < end and weights[place] > 0 else begin + int(np.flatnonzero(inside)[-1])
+    before = float(sums[stretch - 1]) if stretch else 0.0
+    place = int(np.searchsorted(before + np.cumsum(inside), target, side="right"))
+    # The two ways of summing may differ in the last bit; then it is the stretch's last place.
+    return begin + (place if place < inside.shape[0] else int(np.flatnonzero(inside)[-1]))
 
 
 def _sums(weights: Floats) -> Any:

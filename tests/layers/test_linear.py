@@ -1,4 +1,4 @@
-"""Linear layers: shares of ranks make the whole; the seams of method, adapter and exchange hold other makes."""
+"""Linear layers: the shares of ranks make the whole; other methods and exchanges fit the seams."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -51,7 +51,7 @@ def build_decoder(path: Path, *, backend: str = "reference", transforms: Sequenc
 def run_plan(
     model: Decoder, prompts: Sequence[list[int]], plan: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Logits of every position of every prompt, computed by steps: plan[i][s] tokens of prompt s in step i."""
+    """Logits of every position of every prompt; plan[i][s] tokens of prompt s are computed in step i."""
     width = 40 // len(prompts)
     # Blocks of each sequence are scattered, so that a wrong table is seen.
     tables = [list(range(index, width * len(prompts), len(prompts))) for index in range(len(prompts))]

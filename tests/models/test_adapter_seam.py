@@ -64,7 +64,8 @@ def test_an_adapter_equals_the_merged_weights(
             query, key, value = deltas[f"{place}.self_attn.qkv_proj"].split((96, 32, 32))
             gate, up = deltas[f"{place}.mlp.gate_up_proj"].split(104)
             for module, delta in (
-                (layer.self_attn.q_proj, query), (layer.self_attn.k_proj, key), (layer.self_attn.v_proj, value),
+                (layer.self_attn.q_proj, query), (layer.self_attn.k_proj, key),
+                (layer.self_attn.v_proj, value),
                 (layer.self_attn.o_proj, deltas[f"{place}.self_attn.o_proj"]), (layer.mlp.gate_proj, gate),
                 (layer.mlp.up_proj, up), (layer.mlp.down_proj, deltas[f"{place}.mlp.down_proj"]),
             ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""The decoder gives transformers' logits for every family, in prefill, chunks and decode, mixed in one batch."""
+"""The decoder gives transformers' logits for every family: prefill, chunks and decode in mixed batches."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,8 @@ from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_ggu
 from batchgen.worker.input_batch import build_batch
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 

@@ -68,7 +68,7 @@ def test_k_quants_are_read_as_the_gguf_package_reads_them(kind: GGMLQuantization
 def test_a_storage_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     raw = np.zeros((2, GGML_QUANT_SIZES[GGMLQuantizationType.IQ4_NL][1]), dtype=np.uint8)
     file = write_single_tensor(tmp_path / "iq.gguf", raw, GGMLQuantizationType.IQ4_NL)
-    with pytest.raises(UnsupportedModelError, match="token_embd.weight is stored as IQ4_NL"):
+    with pytest.raises(UnsupportedModelError, match=r"token_embd.weight is stored as IQ4_NL"):
         GGUFSource(file, tiny_config())
 
 

@@ -46,7 +46,7 @@ def test_a_file_inside_a_package() -> None:
 
 def test_a_misspelt_path_names_the_nearest(tmp_path: Path) -> None:
     folder_with(tmp_path / "my-model", config__json="{}")
-    with pytest.raises(ConfigError, match="did you mean '.*my-model'"):
+    with pytest.raises(ConfigError, match=r"did you mean '.*my-model'"):
         resolve_model(str(tmp_path / "my-modell"))
     with pytest.raises(ConfigError, match="does not exist"):
         resolve_model("./nowhere/at/all")
@@ -65,7 +65,7 @@ def test_a_hub_id_comes_from_the_cache_when_offline(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     found = resolve_model("org/tiny")
     assert (found.kind, found.commit) == ("folder", commit)
-    with pytest.raises(ConfigError, match="org/other.*no such folder here"):
+    with pytest.raises(ConfigError, match=r"org/other.*no such folder here"):
         resolve_model("org/other")
 
 

@@ -70,7 +70,7 @@ def test_shards_with_an_index_load_as_one(tmp_path: Path, decoder: Any, run: Any
 def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path, decoder: Any) -> None:
     folder = write_folder(tiny_model(), tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match="pickled.*save_pretrained"):
+    with pytest.raises(WeightsError, match=r"pickled.*save_pretrained"):
         decoder(folder)
 
 
@@ -85,12 +85,12 @@ def test_a_cut_off_file_is_named(tmp_path: Path, decoder: Any) -> None:
 def test_an_unknown_quantization_is_refused_by_name(tmp_path: Path, decoder: Any) -> None:
     folder = write_folder(tiny_model(), tmp_path)
     change(folder, lambda t: None, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UnsupportedModelError, match="'gptq'.*not built"):
+    with pytest.raises(UnsupportedModelError, match=r"'gptq'.*not built"):
         decoder(folder)
 
 
 class TestTiedHeads:
-    """BG-29: flag and tensors may contradict each other; then the files are refused, saying what to change."""
+    """BG-29: flag and tensors may contradict each other; then the files are refused with what to do."""
 
     def test_a_head_equal_to_the_tied_embedding_is_not_needed(self, tmp_path: Path, decoder: Any) -> None:
         folder = write_folder(tiny_model(tie_word_embeddings=True), tmp_path)

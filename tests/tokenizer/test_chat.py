@@ -25,7 +25,8 @@ TOOLS = [
 TEMPLATES = {
     "blocks are trimmed": (
         "{{ bos_token }}\n{% for m in messages %}\n    {% if m.role == 'user' %}\nU: {{ m.content }}\n"
-        "    {%- else -%}\n{{ m.role }}: {{ m['content'] | trim }}{{ eos_token }}\n  {% endif %}\n{% endfor %}\n"
+        "    {%- else -%}\n{{ m.role }}: {{ m['content'] | trim }}{{ eos_token }}\n  {% endif %}\n"
+        "{% endfor %}\n"
         "{% if add_generation_prompt %}A:{% endif %}"
     ),
     "loop controls": (
@@ -35,13 +36,18 @@ TEMPLATES = {
     "tojson": "{{ tools | tojson }}|{{ tools | tojson(indent=2) }}|{{ messages[1].content | tojson }}",
     "namespace and slices": (
         "{% set ns = namespace(n=0, s='') %}{% for m in messages[1:] %}{% set ns.n = ns.n + 1 %}"
-        "{% set ns.s = ns.s ~ m.role[0] | upper %}{% endfor %}{{ ns.n }}{{ ns.s }}{{ messages[-1]['content'][::-1] }}"
+        "{% set ns.s = ns.s ~ m.role[0] | upper %}{% endfor %}{{ ns.n }}{{ ns.s }}"
+        "{{ messages[-1]['content'][::-1] }}"
     ),
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-    "extra arguments": "{{ enable_thinking }}{{ missing is defined }}{{ documents is none }}{{ tools is none }}",
+    "extra arguments": (
+        "{{ enable_thinking }}{{ missing is defined }}{{ documents is none }}{{ tools is none }}"
+    ),
     "reasoning": "{% for m in messages %}{{ m.reasoning_content or '-' }}{{ m.thinking or '-' }}{% endfor %}",
     "date": "{{ strftime_now('%Y') | length }}",
-    "macro": "{% macro turn(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
+    "macro": (
+        "{% macro turn(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
+    ),
 }
 
 

@@ -21,18 +21,24 @@ from batchgen.tokenizer.pre_tokenizer_patterns import PRE_TOKENIZERS
 SMOLLM2_IDS = {
     "Hello world": [19556, 905],
     "  leading and  double spaces\n\n\ttab": [216, 2899, 284, 216, 5561, 5600, 1116, 197, 15999],
-    "Größe, naïve café — “quoted”": [27302, 7466, 34878, 85, 28, 15486, 46494, 37366, 1841, 619, 385, 5036, 573],
+    "Größe, naïve café — “quoted”": [
+        27302, 7466, 34878, 85, 28, 15486, 46494, 37366, 1841, 619, 385, 5036, 573,
+    ],
     "数学は楽しい。中文分词测试": [
-        18265, 18753, 116, 7365, 124, 177, 115, 138, 41414, 41679, 19076, 28589, 29184, 37349, 16313, 231, 43222,
-        229, 16313, 239,
+        18265, 18753, 116, 7365, 124, 177, 115, 138, 41414, 41679, 19076, 28589, 29184, 37349,
+        16313, 231, 43222, 229, 16313, 239,
     ],
     "Привет, мир! 12345 + 67.89": [
-        155, 249, 46879, 16464, 32547, 28, 41337, 7872, 9175, 17, 216, 33, 34, 35, 36, 37, 1232, 216, 38, 39, 30,
-        40, 41,
+        155, 249, 46879, 16464, 32547, 28, 41337, 7872, 9175, 17, 216, 33, 34, 35, 36, 37, 1232,
+        216, 38, 39, 30, 40, 41,
     ],
     "مرحبا بالعالم": [21706, 20602, 44626, 31462, 10805, 45726, 22208, 34966, 22208, 21706],
-    "नमस्ते दुनिया": [30658, 35090, 38770, 16525, 26293, 30581, 12335, 116, 42990, 30658, 27011, 32932, 18075],
-    "def f(x):\n    return x**2  # squared\r\n": [1604, 275, 24, 104, 727, 472, 1003, 1792, 828, 34, 216, 907, 27402, 2738],
+    "नमस्ते दुनिया": [
+        30658, 35090, 38770, 16525, 26293, 30581, 12335, 116, 42990, 30658, 27011, 32932, 18075,
+    ],
+    "def f(x):\n    return x**2  # squared\r\n": [
+        1604, 275, 24, 104, 727, 472, 1003, 1792, 828, 34, 216, 907, 27402, 2738,
+    ],
     "<|im_start|>user\nhi<|im_end|>\n": [1, 4093, 198, 6004, 2, 198],
     "don't I'll we've THEY'RE": [12420, 982, 339, 3060, 392, 3543, 6462, 73, 23, 3256],
     "e\u0301 decomposed": [85, 151, 219, 48304],
@@ -48,8 +54,8 @@ def test_ids_of_the_demo_model(text: str, smollm2: Tokenizer) -> None:
 
 
 def test_digits_stand_alone_as_in_the_published_tokenizer(smollm2: Tokenizer) -> None:
-    # The file says `smollm`: digits are cut off before words are. transformers takes no notice of that, and so
-    # gives the last of several spaces to the digit, which the model has never seen.
+    # The file says `smollm`: digits are cut off before words are. transformers takes no notice of that, and
+    # so gives the last of several spaces to the digit, which the model has never seen.
     assert [smollm2.decode([token]) for token in smollm2.encode("a\n    12")] == ["a", "\n    ", "1", "2"]
 
 
@@ -201,7 +207,7 @@ def test_ids_that_only_pad_the_vocabulary_are_no_tokens(write_vocabulary: Callab
 def test_what_is_not_built_is_refused_by_name(write_vocabulary: Callable[..., Path]) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     with pytest.raises(
-        UnsupportedModelError, match="'some-new-one'.*smollm.*give the original model as `tokenizer`"
+        UnsupportedModelError, match=r"'some-new-one'.*smollm.*give the original model as `tokenizer`"
     ):
         load_tokenizer(str(write_vocabulary("gpt2", letters, [1] * 256, tokenizer_pre="some-new-one")))
     with pytest.raises(UnsupportedModelError, match="kind 't5' is not built"):

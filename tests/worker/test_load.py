@@ -138,14 +138,14 @@ def test_reproducible_is_refused_where_it_is_not_built(folder: Path) -> None:
         ConfigError, match="reproducible: true is built for float32 on a CPU, not for bfloat16"
     ):
         load(folder, reproducible=True, dtype="bfloat16")
-    with pytest.raises(ConfigError, match="reproducible: true cannot be had: .*reference"):
+    with pytest.raises(ConfigError, match=r"reproducible: true cannot be had: .*reference"):
         load(folder, reproducible=True, kernel_backend="reference")
 
 
 def test_settings_that_do_not_fit_the_model_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len=129 is more than the 128 positions"):
         load(folder, max_model_len=129)
-    with pytest.raises(ConfigError, match="holds no config.json"):
+    with pytest.raises(ConfigError, match=r"holds no config.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["BloomForCausalLM"]}')
     with pytest.raises(UnsupportedModelError, match="BloomForCausalLM is not built"):

@@ -121,7 +121,8 @@ def test_rows_do_not_know_their_neighbours() -> None:
 def test_mixed_rows_in_one_batch() -> None:
     # BS-11: none crashes, a huge top_k is off, the greedy row is not touched.
     one = logits(1, seed=11)
-    ways = [{"temperature": 0}, {"top_k": 5}, {"top_k": 9999999}, {"top_k": 0}, {"top_k": -1}, {"top_p": 1e-9},
+    ways = [{"temperature": 0}, {"top_k": 5}, {"top_k": 9999999}, {"top_k": 0}, {"top_k": -1},
+            {"top_p": 1e-9},
             {"min_p": 1.0}]  # fmt: skip
     for seed in range(20):
         greedy, five, huge, off, minus, tiny_p, full_p = draw(
@@ -228,3 +229,15 @@ class TestRandomStream:
         assert distance < 1.95 / 5000**0.5
         # Neighbouring counters are not alike either.
         assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2.0**-53])
+def test_the_ends_of_the_interval_fall_on_tokens_with_weight(u: float) -> None:
+    from batchgen.worker.sampler import _at
+
+    # Nothing at either end, in whole stretches of the running sum too.
+    weights = np.zeros(3000)
+    weights[700:2000] = np.random.default_rng(1).random(1300)
+    weights[[700, 1500, 1999]] = [1e-300, 1.0, 1e-300]
+    assert weights[_at(weights, u)] > 0
+    assert _at(np.array([0.0, 3.0, 0.0]), u) == 1
