@@ -67,13 +67,14 @@ def prepare(spec: JobSpec, stored: Manifest | None = None) -> PreparedJob:
     config = spec.engine_config()
     tokenizer, model_identity, defaults = _open_model(config)
     params, origins = _sampling(spec, defaults)
-    source = open_source(spec.input, spec.base_dir, None if stored is None else stored.source)
-    columns = OutputColumns(
-        source.schema,
-        [file.name for file in source.files],
-        num_samples=params.n,
-        prefix=spec.output.prefix,
-    )
+    with spec.placing_errors():
+        source = open_source(spec.input, spec.base_dir, None if stored is None else stored.source)
+        columns = OutputColumns(
+            source.schema,
+            [file.name for file in source.files],
+            num_samples=params.n,
+            prefix=spec.output.prefix,
+        )
     prepared = PreparedJob(
         spec=spec,
         config=config,
@@ -87,7 +88,8 @@ def prepare(spec: JobSpec, stored: Manifest | None = None) -> PreparedJob:
         ),
     )
     # Made once more when the model's length is known; this one finds what is wrong with the template.
-    prepared.renderer(config.model.max_model_len)
+    with spec.placing_errors():
+        prepared.renderer(config.model.max_model_len)
     return prepared
 
 
