@@ -65,7 +65,7 @@ def main() -> int:
         traceback.print_exc()
         wire.write(outbox, wire.encode((wire.FAILED, wire.encode_error(error))))
         return 1
-    wire.write(outbox, wire.encode((wire.READY, core.info)))
+    wire.write(outbox, wire.encode((wire.READY, (core.info, core.stats()))))
     _Server(core, inbox, outbox).serve()
     return 0
 

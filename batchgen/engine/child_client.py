@@ -134,7 +134,8 @@ class ChildClient:
                 )
             kind, content = packet
             if kind == wire.READY:
-                info: EngineInfo = content
+                info: EngineInfo
+                info, self._stats = content
                 return info
             if kind == wire.LOADING and on_loading is not None:
                 on_loading(content)

@@ -17,7 +17,7 @@ from batchgen.errors import BatchgenError, EngineError
 
 # Kinds of messages from the child.
 LOADING = "loading"  # str: what it is about to do
-READY = "ready"  # EngineInfo
+READY = "ready"  # (EngineInfo, EngineStats)
 FAILED = "failed"  # (class name, message): loading failed
 STEP = "step"  # (list of encoded SampleOutput, EngineStats or None)
 STATS = "stats"  # EngineStats that was asked for

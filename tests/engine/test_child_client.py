@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from batchgen.config import EngineConfig
+from batchgen.engine import wire
+from batchgen.engine.child import Hello
 from batchgen.engine.child_client import ChildClient
 from batchgen.engine.messages import EngineRequest, Limits
 from batchgen.engine.start import start_engine
@@ -73,6 +75,7 @@ def test_it_serves_as_the_engine_in_this_process_does(
     client = start("load_slow", num_gpu_blocks_override=6, max_num_seqs=4)
     assert client.info.architecture == "counting"
     assert client.info.pid != os.getpid()
+    assert client.stats().max_num_seqs == 4
     requests = [
         make_request(str(number), [number] * 20, n=1 + number % 2, temperature=1.0, seed=number, max_tokens=9)
         for number in range(6)
@@ -120,7 +123,7 @@ def test_stop_strings_end_a_sample_in_the_child(
     ends = finish(client)
     assert ends["a"].outputs[0].token_ids == [97] * 3
     assert ends["a"].outputs[0].text == ""
-    assert wait_until(lambda: client.stats().num_running == 0)
+    assert wait_until(lambda: client.stats(with_block_map=True).num_running == 0)
     assert client.stats().generation_tokens < 100
 
 
@@ -220,6 +223,7 @@ def test_shutdown_ends_even_a_child_that_is_busy_for_ever(
 ) -> None:
     client = start("load_stuck")
     client.add(make_request("a", [1]))
+    assert client.poll(timeout_s=0.3) == []  # it is in its endless step now
     client.shutdown()
     assert not is_running(client.info.pid)
     with pytest.raises(EngineError, match="was shut down"):
@@ -298,6 +302,36 @@ def test_an_orphan_ends_whatever_it_is_doing() -> None:
         assert wait_until(lambda: not is_running(pid))
         # Promised are two seconds; the kernel does it at once.
         assert time.monotonic() - killed_at < 10
+
+
+def test_a_child_whose_input_ends_ends_too(
+    start: Callable[..., ChildClient], make_request: MakeRequest
+) -> None:
+    client = start("load_stuck")
+    client.add(make_request("a", [1]))
+    assert client.poll(timeout_s=0.3) == []
+    process = client._process._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    with pytest.raises(EngineError, match="exit code 0"):
+        client.poll()
+
+
+def test_a_child_whose_parent_is_another_process_ends(make_config: Any) -> None:
+    hello = Hello(
+        config=make_config(),
+        executor="batchgen.counting:load_counting",
+        tokenizer_eos_ids=(),
+        parent_pid=os.getppid(),
+        log_level=logging.WARNING,
+    )
+    command = [sys.executable, "-m", "batchgen.engine.child"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
+        assert child.stdin is not None
+        child.stdin.write(wire.encode(hello))
+        child.stdin.flush()
+        assert child.wait(30) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
