@@ -9,6 +9,7 @@ from typing_extensions import override
 from batchgen.errors import KernelError
 from batchgen.kernels.backend import BACKENDS, OPERATIONS, KernelBackend, OpShape, PackedLinear
 from batchgen.kernels.cpu.library import Library, load
+from batchgen.kernels.cpu.memory import Arena, allocate
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
 
 UNIT = 16  # tokens, or dimensions, that the kernels count in (simd.h)
@@ -23,11 +24,11 @@ _ATTENTION_ERRORS = {
 class CpuLinear(PackedLinear):
     """A weight in panels of columns (linear.c)."""
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None):
+    def __init__(self, library: Library, arena: Arena, weight: Tensor, bias: Tensor | None):
         self._library = library
         self.out_features, self.in_features = weight.shape
         panels = -(-self.out_features // library.panel)
-        self.panels = torch.empty(panels * self.in_features * library.panel, dtype=torch.float32)
+        self.panels = arena.take(panels * self.in_features * library.panel)
         self.address = self.panels.data_ptr()
         weight = weight.detach().to(torch.float32).contiguous()
         library.linear_pack(weight.data_ptr(), self.address, *weight.shape, torch.get_num_threads())
@@ -59,6 +60,9 @@ class CpuBackend(KernelBackend):
     operations = frozenset(OPERATIONS)
     invariant = operations
 
+    def __init__(self) -> None:
+        self._weights = Arena()
+
     @cached_property
     def library(self) -> Library:
         """The loaded library; only asked for once the backend was found available."""
@@ -83,7 +87,7 @@ class CpuBackend(KernelBackend):
 
     @override
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        return CpuLinear(self.library, weight, bias)
+        return CpuLinear(self.library, self._weights, weight, bias)
 
     @override
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
@@ -182,7 +186,8 @@ class CpuBackend(KernelBackend):
             raise KernelError(
                 f"the C kernels keep float32 in blocks of a multiple of {UNIT} tokens; got {spec}"
             )
-        return LayerKV(spec, torch.empty((num_blocks, _block_floats(spec)), dtype=torch.float32), self.name)
+        data = allocate(num_blocks * _block_floats(spec)).view(num_blocks, _block_floats(spec))
+        return LayerKV(spec, data, self.name)
 
     @override
     def store_kv(self, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:

@@ -22,8 +22,6 @@
 #define PIECE 768
 /* Floats of packed weight that are kept in the L2 cache while all rows pass over them. */
 #define RESIDENT (128 * 1024)
-/* Rows of a panel that are fetched ahead of use. */
-#define AHEAD 16
 
 /* Below this many weights the second thread costs more than it brings. */
 #define SERIAL_WEIGHTS 32768
@@ -77,8 +75,6 @@ INLINE void tile(const float *x, const float *panel, int64_t depth, float *out, 
     for (int i = 0; i < m; i++) sum[i][0] = sum[i][1] = vf_set1(0.0f);
     for (int64_t k = 0; k < depth; k++) {
         vf left = vf_load(panel + k * PANEL), right = vf_load(panel + k * PANEL + VW);
-        __builtin_prefetch(panel + (k + AHEAD) * PANEL);
-        if (PANEL * 4 > 64) __builtin_prefetch(panel + (k + AHEAD) * PANEL + VW);
 #pragma GCC unroll 16
         for (int i = 0; i < m; i++) {
             vf value = vf_set1(x[i * PIECE + k]);
