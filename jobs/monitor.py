@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from batchgen.engine.messages import EngineStats
 from batchgen.jobs.events import EventLog
-from batchgen.jobs.progress import ProgressState, RateMeter, Reporter
+from batchgen.jobs.progress import ETA_SPAN_S, ProgressState, RateMeter, Reporter
 from batchgen.jobs.tally import Tally
 from batchgen.jobs.window import Window
 
@@ -24,7 +24,6 @@ class Monitor:
         tally: counts over all rows of the output; kept current by the store.
         rows_total: rows of the job, when known.
         rows_before: rows that earlier runs did, of those that count.
-        num_samples: samples a row.
         clock: seconds that never go back.
     """
 
@@ -36,7 +35,6 @@ class Monitor:
         *,
         rows_total: int | None,
         rows_before: int,
-        num_samples: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._events, self._reporter, self._tally, self._clock = events, reporter, tally, clock
@@ -46,8 +44,7 @@ class Monitor:
         self.phase = "loading"
         self._start = clock()
         self._next_show = self._next_event = self._next_map = self._start
-        self._rates = RateMeter(clock)
-        self._num_samples = num_samples
+        self._rates, self._eta_rates = RateMeter(clock), RateMeter(clock, ETA_SPAN_S)
 
     @property
     def elapsed_s(self) -> float:
@@ -87,8 +84,10 @@ class Monitor:
         self._rates.add(stats.generation_tokens, rows_done)
         tokens_per_s, rows_per_s = self._rates.rates()
         eta_s = None
-        if self.rows_total is not None and rows_per_s:
-            eta_s = max(0, self.rows_total - rows_done) / rows_per_s
+        self._eta_rates.add(rows_done)
+        (mean_rows_per_s,) = self._eta_rates.rates()
+        if self.rows_total is not None and mean_rows_per_s:
+            eta_s = max(0, self.rows_total - rows_done) / mean_rows_per_s
         queries = stats.prefix_cache_queries
         return ProgressState(
             phase=self.phase,

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
-# Rates are means over the last so many seconds.
-_RATE_SPAN_S = 20.0
+# Rates that are shown are means over the last so many seconds.
+RATE_SPAN_S = 20.0
+# What is to come is judged by more, for rows finish in bursts.
+ETA_SPAN_S = 180.0
 _LINE_EVERY_S = 10.0
 
 
@@ -47,7 +49,8 @@ class ProgressState:
 
     def numbers(self) -> dict[str, str]:
         """Everything beside the rows, as words; what is not known is left out. Order of display."""
-        shown = {"tok/s": _rate(self.generated_tokens_per_s), "kv": f"{self.kv_usage:.0%}"}
+        kv = f"{self.kv_usage:.1%}" if 0 < self.kv_usage < 0.1 else f"{self.kv_usage:.0%}"
+        shown = {"tok/s": _rate(self.generated_tokens_per_s), "kv": kv}
         if self.rows_failed:
             shown["failed"] = f"{self.rows_failed:,}"
         shown["eta"] = duration(self.eta_s)
@@ -85,16 +88,18 @@ class RateMeter:
 
     Args:
         clock: seconds that never go back.
+        span_s: how far back.
     """
 
     clock: Callable[[], float] = time.monotonic
+    span_s: float = RATE_SPAN_S
     _points: deque[tuple[float, tuple[int, ...]]] = field(default_factory=deque)
 
     def add(self, *counters: int) -> None:
         """Note the counters as they are now."""
         now = self.clock()
         self._points.append((now, counters))
-        while len(self._points) > 2 and now - self._points[1][0] > _RATE_SPAN_S:
+        while len(self._points) > 2 and now - self._points[1][0] > self.span_s:
             self._points.popleft()
 
     def rates(self) -> tuple[float | None, ...]:

@@ -19,6 +19,8 @@ from batchgen.outputs import RequestOutput
 # Requests in flight for each one that can run: enough that the engine never waits for this process.
 _ROWS_PER_SEQ = 2
 _LEAST_ROWS = 8
+# Takes from the feeder between two looks at signals and clocks, where rows fail faster than the window fills.
+_MAX_TAKES = 64
 # The longest wait for the engine: how late a signal, a command or a commit may be noticed.
 _POLL_S = 0.1
 # The wait while rows are still being rendered and the engine has room for them.
@@ -106,7 +108,9 @@ class RowLoop:
 
     def _admit(self) -> None:
         """Fill the window; rows that failed before the engine are results already."""
-        while self._window.room and not self._is_paused:
+        for _ in range(_MAX_TAKES):
+            if not self._window.room or self._is_paused:
+                return
             # With an idle engine there is nothing else to wait for.
             wait_s = 0.0 if self._window else _POLL_S
             items = self._feeder.take(self._window.room, wait_s)

@@ -172,7 +172,9 @@ class JobRunner:
             raise
         except EngineError as error:
             store.commit()
-            raise EngineError(f"{error}\n{self._kept(store)}") from error
+            # A SIGTERM to the whole group has ended the engine too: that is the stop that was asked for.
+            if not self._stop.is_set:
+                raise EngineError(f"{error}\n{self._kept(store)}") from error
         except BatchgenError:
             store.commit()
             raise

@@ -353,8 +353,11 @@ def test_what_is_wrong_is_found_before_the_engine_starts(
 def test_a_disk_that_fills_up_stops_the_job_and_keeps_the_rest(source: Path, tmp_path: Path) -> None:
     # BS-19
     class FullDisk(Disk):
+        num_segments = 0
+
         def boundary(self, step: str, path: Path) -> None:
-            if step == "write" and len(OutputFolder(tmp_path / "out").segment_files()) > 1:
+            self.num_segments += step == "rename" and path.suffix == ".segment"
+            if step == "write" and self.num_segments:
                 raise OSError(28, "No space left on device")
 
     with pytest.raises(SinkError, match=r"No space left on device.*run the same command again"):
@@ -387,8 +390,13 @@ def test_a_running_job_is_watched_and_steered_from_outside(source: Path, tmp_pat
     out = tmp_path / "out"
     num_rows = 800
     pq.write_table(pa.table({"text": [f"row {i}" for i in range(num_rows)]}), source)
-    slow = {"drain_timeout_s": 0, "commit_interval_s": 0.05, "path": "out", "shard_rows": 100}
-    spec = job(source, model="echo:?delay_ms=5&batch=2", output=slow)
+    spec = job(
+        source,
+        model="echo:?delay_ms=5&batch=2",
+        output__drain_timeout_s=0,
+        output__commit_interval_s=0.05,
+        output__shard_rows=100,
+    )
     stop = StopFlag()
     thread, done = in_background(spec, stop)
     try:
