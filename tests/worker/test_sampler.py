@@ -241,3 +241,11 @@ def test_the_ends_of_the_interval_fall_on_tokens_with_weight(u: float) -> None:
     weights[[700, 1500, 1999]] = [1e-300, 1.0, 1e-300]
     assert weights[_at(weights, u)] > 0
     assert _at(np.array([0.0, 3.0, 0.0]), u) == 1
+
+
+def test_a_nucleus_ends_exactly_where_its_share_is_reached() -> None:
+    values = torch.full((1, 8), float("-inf"))
+    values[0, [6, 1, 4, 3]] = 2.0
+    # Four equal tokens: half of the weight is two of them, and of equals the lower ids.
+    assert {draw(values, [row((seed, 0, 0), top_p=0.5)])[0] for seed in range(60)} == {1, 3}
+    assert {draw(values, [row((seed, 0, 0), top_p=0.51)])[0] for seed in range(60)} == {1, 3, 4}
