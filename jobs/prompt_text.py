@@ -97,7 +97,7 @@ class _ColumnText:
         value = values[column]
         if isinstance(value, Null):
             raise RowTemplateError(FailureCode.NULL_PROMPT, f"column {column!r} is null")
-        if not isinstance(value, str) or row.offset in row.batch.json_text.get(column, ()):
+        if not isinstance(value, str):
             raise RowTemplateError(
                 FailureCode.NOT_A_STRING, f"column {column!r} holds {value!r:.60}, not text"
             )

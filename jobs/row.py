@@ -11,7 +11,7 @@ from batchgen.outputs import RowFailure
 
 @dataclass(frozen=True, slots=True)
 class RowPosition:
-    """Where a row stands: ordinal of its file in the stored list, row within that file, and its `row_index`."""
+    """Where a row stands: ordinal of its file in the stored list, row in that file, and its `row_index`."""
 
     file: int
     row: int
@@ -24,8 +24,8 @@ class SourceBatch:
 
     Args:
         start: position of the batch's first row.
-        columns: the pass-through columns, in the source's declared schema. A row that could not be read is there,
-            all null.
+        columns: the pass-through columns, in the source's declared schema. A row that could not be read is
+            there, all null.
         failures: offset in the batch -> why that row could not be read.
         warnings: offset in the batch -> what was mended in that row, for its `warnings` column.
         json_text: column -> offsets of the rows whose value there was no text and is kept as JSON text.

@@ -1,5 +1,6 @@
 """RowReader: the cells that a prompt needs out of a row, as Python values with their data guarded."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,16 +40,20 @@ class RowReader:
         return values
 
     def raw(self, row: Row, column: str) -> Any:
-        """One column's value as it is in the data.
+        """One column's value as it is in the data; what is kept as JSON text is again what it was.
 
         Raises:
             RowTemplateError: it has no Python form.
         """
         try:
-            return row.batch.columns.column(self._places[column])[row.offset].as_py()
+            value = row.batch.columns.column(self._places[column])[row.offset].as_py()
+        except UnicodeDecodeError as error:
+            message = f"column {column!r} holds text that is no UTF-8: {error.reason}"
+            raise RowTemplateError(FailureCode.INVALID_ENCODING, message) from None
         except (ValueError, OverflowError, pa.ArrowException) as error:
             message = f"column {column!r} holds a value that Python cannot show: {error}"
             raise RowTemplateError(FailureCode.TEMPLATE_ERROR, message) from None
+        return json.loads(value) if row.offset in row.batch.json_text.get(column, ()) else value
 
 
 def guarded(value: Any, guard: Guard | None) -> Any:

@@ -123,6 +123,10 @@ class PromptSpec(Section):
             raise PydanticCustomError(
                 "refused", "{message}", {"message": f"{what}; give exactly one of {', '.join(PROMPT_KINDS)}"}
             )
+        if "messages" in self.chat_template_kwargs:
+            raise refuse(
+                "chat_template_kwargs", "the messages are made from the prompt; leave 'messages' out"
+            )
         if self.messages == ():
             raise refuse("messages", "must hold at least one message")
         if self.chat is False and given[0] in ("messages", "messages_column"):

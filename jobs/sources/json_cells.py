@@ -64,13 +64,15 @@ def make_column(
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     cells = []
     for row, value in enumerate(values):
+        if is_text and value is not None and not isinstance(value, str):
+            cells.append(to_json(value))
+            on_json_text(row)
+            continue
         try:
             cells.append(fit(value, kind))
         except Misfit as misfit:
             cells.append(None)
             on_misfit(row, misfit)
-        if is_text and value is not None and not isinstance(value, str):
-            on_json_text(row)
     return pa.array(cells, kind)
 
 
@@ -83,7 +85,7 @@ def fit(value: Any, kind: Any) -> Any:
     if value is None:
         return None
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return value if isinstance(value, str) else to_json(value)
+        return _need(value, kind, isinstance(value, str))
     if pa.types.is_boolean(kind):
         return _need(value, kind, isinstance(value, bool))
     if pa.types.is_integer(kind):

@@ -13,6 +13,7 @@ import pyarrow as pa
 # Objects with more different keys than this are dictionaries rather than records; they are kept as JSON text.
 MAX_STRUCT_FIELDS = 1000
 _EXACT_IN_DOUBLE = 2**53
+_PLAIN = {"bool": pa.bool_(), "string": pa.string()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +86,37 @@ def _bounded(fields: dict[str, Shape]) -> Shape:
 
 
 def arrow_type(shape: Shape) -> Any:
-    """The Arrow type for a shape: null where only nulls were seen, string (of JSON text) for mixed kinds."""
+    """The Arrow type of a column of that shape: null where only nulls were seen.
+
+    Returns: string, for JSON text, when no type holds all values as they are: those of mixed kinds at any
+    depth, numbers beyond every type, and objects without keys or with very many.
+    """
+    kind = _exact_type(shape)
+    return pa.string() if kind is None else kind
+
+
+def _exact_type(shape: Shape) -> Any:
     if shape is None:
         return pa.null()
-    if shape == "bool":
-        return pa.bool_()
+    if isinstance(shape, str):
+        return _PLAIN.get(shape)
     if isinstance(shape, Numbers):
         return _number_type(shape)
     if isinstance(shape, ListOf):
-        return pa.list_(arrow_type(shape.item))
-    if isinstance(shape, StructOf) and shape.fields:
-        return pa.struct([(name, arrow_type(field)) for name, field in shape.fields.items()])
-    return pa.string()
+        item = _exact_type(shape.item)
+        return None if item is None else pa.list_(item)
+    fields = {name: _exact_type(field) for name, field in shape.fields.items()}
+    if not fields or None in fields.values():
+        return None
+    return pa.struct(list(fields.items()))
 
 
 def _number_type(shape: Numbers) -> Any:
     if shape.has_fractions:
-        return pa.float64() if max(-shape.low, shape.high) <= _EXACT_IN_DOUBLE else pa.string()
+        return pa.float64() if max(-shape.low, shape.high) <= _EXACT_IN_DOUBLE else None
     if max(-shape.low - 1, shape.high) < 2**63:
         return pa.int64()
-    return pa.uint64() if shape.low >= 0 and shape.high < 2**64 else pa.string()
+    return pa.uint64() if shape.low >= 0 and shape.high < 2**64 else None
 
 
 def nulls_as_text(kind: Any) -> Any:

@@ -9,6 +9,8 @@ from pathlib import Path
 from batchgen.errors import SourceError
 
 _COMPRESSIONS = (".gz", ".zst")
+# The hidden folder that a job keeps in its output.
+_OUTPUT_MARK = ".batchgen"
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -98,7 +100,12 @@ def format_of(paths: Sequence[Path], formats: Mapping[str, str]) -> str:
 def _files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     found = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        # The output of a job may lie inside its input folder.
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith((".", "_")) and not Path(parent, name, _OUTPUT_MARK).is_dir()
+        ]
         visible = [Path(parent, name) for name in names if not name.startswith((".", "_"))]
         found += [path for path in visible if data_suffix(path) in suffixes]
     return sorted(found, key=lambda path: natural_key(path.relative_to(folder).as_posix()))

@@ -7,8 +7,9 @@ import pytest
 from batchgen.errors import SourceError, TemplateError
 from batchgen.jobs.prompts import DOUBLE_BOS, PromptRenderer
 from batchgen.jobs.row import Prompt, Row, RowPosition, SourceBatch
-from batchgen.jobs.sections import PromptSpec
+from batchgen.jobs.sections import InputSpec, PromptSpec
 from batchgen.jobs.settings_sections import SamplingSpec
+from batchgen.jobs.sources import open_source
 from batchgen.outputs import FailureCode, RowFailure
 from batchgen.seeds import row_seed
 from batchgen.testing import ByteTokenizer
@@ -236,6 +237,42 @@ def test_messages_are_the_same_as_structs_and_as_json_text():  # BS-09
         for column in (pa.array(conversations), pa.array([json.dumps(each) for each in conversations])):
             bed = TestBed({"m": column}, {"messages_column": "m"}, tokenizer=ChatTokenizer())
             assert bed().text == "<s>user\nA\nB</s><s>assistant\n"
+
+
+def test_messages_of_mixed_kinds_in_json_lines_keep_their_kinds(tmp_path):  # BS-09
+    parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+    rows = [
+        {"m": [{"role": "user", "content": content}], "n": n} for n, content in ((1, "A\nB"), ("x", parts))
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(InputSpec(path=("a.jsonl",)), tmp_path)
+    (batch,) = source.batches(RowPosition(0, 0, 0))
+    prompts = [
+        PromptRenderer(
+            PromptSpec.model_validate(section),
+            SamplingSpec(),
+            source.schema,
+            ChatTokenizer(),
+            None,
+            is_typed=False,
+        ).render(Row(batch, offset))
+        for section in ({"messages_column": "m"}, {"template": "{{ m[0].role }} {{ n + n }}"})
+        for offset in (0, 1)
+    ]
+    assert [prompt.text for prompt in prompts] == [
+        "<s>user\nA\nB</s><s>assistant\n",
+        "<s>user\nA\nB</s><s>assistant\n",
+        "user 2",
+        "user xx",
+    ]
+
+
+def test_text_that_is_no_utf8_fails_its_row():
+    broken = pa.StringArray.from_buffers(
+        2, pa.array([0, 1, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")
+    )
+    bed = TestBed({"text": broken}, {"column": "text"})
+    assert bed.codes() == [None, FailureCode.INVALID_ENCODING]
 
 
 def test_null_keys_of_a_struct_are_not_there():

@@ -139,6 +139,10 @@ def test_each_mistake_is_named_with_its_line(tmp_path, broken, message):
         ("{}", "prompt: nothing says what the prompt is"),
         ("{template: a, column: b}", "prompt: template and column are both given"),
         ("{template: ''}", "prompt.template: must"),
+        (
+            "{column: a, chat: true, chat_template_kwargs: {messages: 1}}",
+            "prompt.chat_template_kwargs: the messages",
+        ),
         ("{messages: []}", "prompt.messages: must hold at least one message"),
         ("{messages: [{role: user}]}", "prompt.messages.0.content: missing"),
         (

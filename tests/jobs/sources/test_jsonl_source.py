@@ -145,6 +145,7 @@ def test_a_value_after_the_schema_lines_that_does_not_fit(tmp_path, opened, read
         {"n": 2, "t": "x", "s": {"a": 1, "b": 2}},
         {"n": 2, "t": "x", "s": {"a": 1}, "new": True},
         {"n": 2.0, "t": "x", "s": {"a": 1, "b": None}, "new": None},
+        {"n": 2, "t": "x", "s": {"a": "deep"}},
     ]
     (tmp_path / "a.jsonl").write_bytes(lines(*head, *tail))
     batches = read_batches(opened(path="a.jsonl"))
@@ -156,6 +157,7 @@ def test_a_value_after_the_schema_lines_that_does_not_fit(tmp_path, opened, read
         {"n": None, "t": None, "s": None},
         {"n": None, "t": None, "s": None},
         {"n": 2, "t": "x", "s": {"a": 1}},
+        {"n": None, "t": None, "s": None},
     ]
     found = failures(batches)
     assert found == {
@@ -168,6 +170,7 @@ def test_a_value_after_the_schema_lines_that_does_not_fit(tmp_path, opened, read
             FailureCode.SCHEMA_MISMATCH,
             "line 10004, column 'new' (true) is not in the schema; declare it in input.schema",
         ),
+        10_005: (FailureCode.SCHEMA_MISMATCH, "line 10006, column 's.a': \"deep\" is not int64"),
     }
     assert last.json_text == {"t": frozenset({first + 1})}
 
@@ -185,6 +188,15 @@ def test_mixed_kinds_are_kept_as_json_text(tmp_path, opened, read_batches):  # B
     (batch,) = read_batches(opened(path="a.jsonl"))
     assert batch.columns["id"].to_pylist() == ["a", "a", "1", "1", None, "", '{"x":"é"}']
     assert batch.json_text == {"id": frozenset({2, 6})}
+
+
+def test_a_later_value_of_another_kind_inside_a_struct_is_no_silent_text(tmp_path, opened, read_batches):
+    rows = [*[{"m": [{"content": "x"}]}] * 10_000, {"m": [{"content": [1]}]}]
+    (tmp_path / "a.jsonl").write_bytes(lines(*rows))
+    batches = read_batches(opened(path="a.jsonl"))
+    assert failures(batches) == {
+        10_000: (FailureCode.SCHEMA_MISMATCH, "line 10001, column 'm[0].content': [1] is not string")
+    }
 
 
 def test_the_same_ids_in_two_files_are_different_rows(tmp_path, opened, read_rows):  # BG-35
@@ -213,6 +225,8 @@ def test_the_same_ids_in_two_files_are_different_rows(tmp_path, opened, read_row
         ([[1], "x"], pa.string()),
         ([{"a": 1}, {"b": [None]}], pa.struct([("a", pa.int64()), ("b", pa.list_(pa.string()))])),
         ([{}], pa.string()),
+        ([{"a": [{"b": 1}, {"b": "x"}]}, {"a": None}], pa.string()),
+        ([[1, "x"]], pa.string()),
         ([{f"k{n}": n for n in range(1001)}], pa.string()),
     ],
 )
@@ -270,6 +284,7 @@ def test_declared_types_are_taken_and_held_to(tmp_path, opened, read_batches):
             {"when": "yesterday", "price": None, "tags": None, "n": 1, "day": None, "f": 1},
             {"when": None, "price": 2.25, "tags": [1], "n": 300, "day": None, "f": 1},
             {"when": None, "price": None, "tags": None, "n": 3, "day": None, "f": 16777217},
+            {"when": None, "price": None, "tags": None, "n": 300, "day": None, "f": None},
             {"when": None, "price": None, "tags": None, "n": "3", "day": None, "f": None},
         )
     )
@@ -287,15 +302,16 @@ def test_declared_types_are_taken_and_held_to(tmp_path, opened, read_batches):
     )
     assert source.schema.field("when").type == pa.timestamp("ns")
     (batch,) = read_batches(source)
-    assert batch.columns["when"].cast(pa.int64()).to_pylist() == [1714557600 * 10**9] + [None] * 4
+    assert batch.columns["when"].cast(pa.int64()).to_pylist() == [1714557600 * 10**9] + [None] * 5
     assert str(batch.columns["price"][0].as_py()) == "1.50"
-    assert batch.columns["absent"].null_count == 5
+    assert batch.columns["absent"].null_count == 6
     messages = {offset: failure.message for offset, failure in batch.failures.items()}
     assert messages == {
         1: "line 2, column 'when': \"yesterday\" is not timestamp[ns]",
-        2: "line 3, column 'n': 300 is not uint8",
+        2: "line 3, column 'tags[0]': 1 is not string",
         3: "line 4, column 'f': 16777217 is not float",
-        4: "line 5, column 'n': \"3\" is not uint8",
+        4: "line 5, column 'n': 300 is not uint8",
+        5: "line 6, column 'n': \"3\" is not uint8",
     }
 
 
@@ -354,8 +370,8 @@ def test_any_json_comes_back_equal(tmp_path_factory, rows):
             same(row.get(name), array[offset].as_py(), array.type)
 
 
-def same(given, read, kind):
-    """The value read is the one given: as it is, or as JSON text where the column is text."""
+def same(given, read, kind, is_column=True):
+    """The value read is the one given: as it is, or whole as JSON text where the column is text."""
     if given is None or read is None:
         # An absent key in a struct, and null, are one.
         assert given is None or given == {}
@@ -363,12 +379,13 @@ def same(given, read, kind):
     elif pa.types.is_struct(kind):
         assert set(given) <= set(read)
         for field in kind:
-            same(given.get(field.name), read[field.name], field.type)
+            same(given.get(field.name), read[field.name], field.type, is_column=False)
     elif pa.types.is_list(kind):
         assert len(given) == len(read)
         for one, other in zip(given, read, strict=True):
-            same(one, other, kind.value_type)
+            same(one, other, kind.value_type, is_column=False)
     elif kind == pa.string() and not isinstance(given, str):
+        assert is_column
         assert json.loads(read) == given
     else:
         # Surrogate halves are never drawn by st.text(), so text is equal too.

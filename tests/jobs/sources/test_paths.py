@@ -60,6 +60,12 @@ def test_a_folder_means_its_data_files_at_any_depth(tmp_path):
     assert names(found, tmp_path) == ["d/2/a.jsonl", "d/10/b.jsonl", "d/a.jsonl.gz"]
 
 
+def test_the_output_of_a_job_inside_its_input_folder_is_left_out(tmp_path):
+    touch(tmp_path, "d/a.arrow", "d/out/data-00000.arrow", "d/out/.batchgen/lock")
+    assert names(expand_paths(["d"], tmp_path, (".arrow",)), tmp_path) == ["d/a.arrow"]
+    assert names(expand_paths(["d/out"], tmp_path, (".arrow",)), tmp_path) == ["d/out/data-00000.arrow"]
+
+
 def test_a_list_keeps_its_order(tmp_path):
     touch(tmp_path, "b.jsonl", "a.jsonl", "c1.jsonl", "c0.jsonl")
     found = expand_paths(["b.jsonl", "c*.jsonl", "a.jsonl"], tmp_path, ())
