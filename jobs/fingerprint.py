@@ -97,8 +97,9 @@ def check_same_job(manifest: Manifest, current: Mapping[str, Any], output: objec
     """
     differences = []
     for key in sorted(manifest.fingerprint.keys() | current.keys()):
-        then, now = manifest.fingerprint.get(key), current.get(key)
-        if then != now and not _is_decided(key, now, manifest):
+        now = current.get(key)
+        then = _decided(key, manifest.fingerprint.get(key), manifest)
+        if then != _decided(key, now, manifest):
             differences.append(f"  {key}: {_shown(then, now)} in the first run, {_shown(now, then)} now")
     if differences:
         raise ResumeError(
@@ -116,12 +117,11 @@ def _counts(key: str) -> bool:
     return not any(key == free or key.startswith(f"{free}.") for free in _FREE)
 
 
-def _is_decided(key: str, now: Any, manifest: Manifest) -> bool:
-    """Whether an engine setting is left open, or is what the first run decided."""
+def _decided(key: str, value: Any, manifest: Manifest) -> Any:
+    """The value that holds: of an engine setting that is left open, what the first run decided."""
     section, _, name = key.partition(".")
-    if section != "engine" or name not in PINNED:
-        return False
-    return now in (None, "auto") or (name in manifest.engine and now == manifest.engine[name])
+    is_open = section == "engine" and name in PINNED and value in (None, "auto")
+    return manifest.engine.get(name, value) if is_open else value
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -38,6 +38,8 @@ from batchgen.jobs.store import ShardStore
 from batchgen.jobs.summary import JobSummary
 from batchgen.version import __version__
 
+__all__ = ["JobRunner", "JobSummary", "run"]
+
 _RENDER_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
 
 
