@@ -26,6 +26,7 @@ class AttentionCase:
     block_size: int = 16
     window: int | None = None
     soft_cap: float | None = None
+    shared: int = 0  # leading tokens, whole blocks, that all sequences read from the same blocks
     seed: int = 0
 
     def __str__(self) -> str:
@@ -50,6 +51,10 @@ CASES = (
     AttentionCase(name="window-in-a-block", query_lens=[20, 1, 1], seq_lens=[60, 90, 3], window=11),
     AttentionCase(name="window-of-blocks", query_lens=[20, 1], seq_lens=[100, 200], window=64),
     AttentionCase(name="soft-cap", query_lens=[6, 1], seq_lens=[30, 90], soft_cap=2.0),
+    AttentionCase(
+        name="shared-beginning", query_lens=[1, 1, 3, 1, 40, 1], seq_lens=[140, 129, 200, 131, 180, 140],
+        num_heads=6, shared=128,
+    ),
     AttentionCase(name="window-and-soft-cap", query_lens=[6, 1], seq_lens=[80, 90], window=37, soft_cap=50.0),
 )  # fmt: skip
 
@@ -91,9 +96,12 @@ def make_inputs(
         zip(case.seq_lens, counts, case.query_lens, strict=True)
     ):
         tables[row, :count] = shuffled[taken : taken + count]
+        num_shared = min(case.shared, length - num_queries) if row else 0
+        tables[row, : num_shared // case.block_size] = tables[0, : num_shared // case.block_size]
         taken += count
         key, value = (draw(length, case.num_kv_heads, case.head_dim).to(device) for _ in range(2))
-        kernels.store_kv(key, value, kv, slots_of(tables[row], length, case.block_size).to(device))
+        slots = slots_of(tables[row], length, case.block_size).to(device)
+        kernels.store_kv(key[num_shared:], value[num_shared:], kv, slots[num_shared:])
         # Drawn for the whole sequence, so that a query has the same numbers however the prompt is chunked.
         queries.append(draw(length, case.num_heads, case.head_dim)[length - num_queries :])
     starts = [0, *torch.tensor(case.query_lens).cumsum(0).tolist()]

@@ -7,7 +7,7 @@ import torch
 
 from batchgen.errors import DeviceError, KernelError, ShapeError
 from batchgen.kernels.cases import CASES, TOLERANCE, AttentionCase, make_inputs, relative_rms, truth
-from batchgen.kernels.kv import AttentionMeta
+from batchgen.kernels.kv import AttentionMeta, KVCacheSpec
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -78,6 +78,46 @@ def test_same_bits_alone_in_any_batch_and_on_any_threads(make_invariant_kernels,
     kernels.store_kv(*kernels.read_kv(first.kv, own), inputs.kv, blocks.to(torch.int32))
     inputs.query[:20] = first.query
     assert torch.equal(inputs.attend(among)[:20], expected)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_same_bits_whatever_beginnings_are_shared(seed, make_invariant_kernels, num_threads):
+    """Sequences that begin with the same blocks may be computed together, in runs that the kernel finds."""
+    generator = torch.Generator().manual_seed(seed)
+    kernels = make_invariant_kernels(32)
+    num_sequences, blocks = 14, 40
+    kv = kernels.allocate_kv(KVCacheSpec(2, 32, 16, "float32"), blocks, "cpu")
+    tokens = torch.randn(2, blocks * 16, 2, 32, generator=generator)
+    kernels.store_kv(tokens[0], tokens[1], kv, torch.arange(blocks * 16, dtype=torch.int32))
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    tables = torch.randint(0, blocks, (num_sequences, 20), generator=generator).to(torch.int32)
+    lengths, queries = [], []
+    for row in range(num_sequences):
+        lengths.append(draw(60, 320))
+        queries.append([1, 1, 1, 2, 5, 30][draw(0, 6)])
+        if row and draw(0, 5):
+            same = draw(0, 20)
+            tables[row, :same] = tables[draw(0, row), :same]
+    query = torch.randn(sum(queries), 6, 32, generator=generator)
+    starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
+
+    def attend(first: int, last: int) -> torch.Tensor:
+        low, high = starts[first], starts[last]
+        meta = AttentionMeta(
+            torch.tensor(starts[first : last + 1], dtype=torch.int32) - low,
+            torch.tensor(lengths[first:last], dtype=torch.int32),
+            tables[first:last].contiguous(),
+            torch.full((high - low,), -1, dtype=torch.int32),
+            max(queries[first:last]),
+            max(lengths[first:last]),
+        )
+        return kernels.attention(query[low:high].contiguous(), kv, meta, 32**-0.5)
+
+    alone = torch.cat([attend(row, row + 1) for row in range(num_sequences)])
+    assert torch.equal(attend(0, num_sequences), alone)
 
 
 def test_query_may_be_a_view_of_a_wider_row(make_kernels):
