@@ -192,7 +192,13 @@ def _override(document: YamlDocument, override: str) -> None:
     path = tuple(key.strip() for key in keys.split("."))
     if not equals or not all(path):
         raise ConfigError(f"{place}: write it as section.key=value")
-    document.put(("model", "path") if path == ("model",) else path, parse_yaml(text, place), place)
+    try:
+        value = parse_yaml(text, place)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; the value is YAML: put quotes inside ('\"...\"') if it is text"
+        ) from None
+    document.put(("model", "path") if path == ("model",) else path, value, place)
 
 
 def _build(

@@ -235,6 +235,10 @@ def test_an_output_given_on_the_command_line_starts_from_the_working_folder(tmp_
         ("sampling.n", "--set sampling.n: write it as section.key=value"),
         ("model.path.x=1", "--set model.path.x=1: model.path is 'some/model' in "),
         ("sampling.stop=[a", "--set sampling.stop=[a"),
+        (
+            "prompt.template={{ a }}",
+            "--set prompt.template={{ a }}:1: a key must be a plain word; the value is YAML",
+        ),
     ],
 )
 def test_a_bad_override_is_named_as_it_was_typed(tmp_path, override, message):

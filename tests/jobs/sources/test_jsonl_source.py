@@ -100,16 +100,17 @@ def test_lone_surrogates_become_the_replacement_character_and_are_said(
     tmp_path, opened, read_batches
 ):  # BS-21
     (tmp_path / "a.jsonl").write_bytes(
-        b'{"p": "good", "q": "x"}\n{"p": "a\\ud83db", "q": "\\uDE00"}\n'
+        b'{"p": "good", "q": "x"}\n{"p": "a\\ud83db", "q": "y"}\n{"p": "z", "q": "\\uDE00"}\n'
         b'{"p": "\\ud83d\\ude00", "q": "\\\\ud83d"}\n'
     )
     (batch,) = read_batches(opened(path="a.jsonl"))
     assert batch.columns.to_pylist() == [
         {"p": "good", "q": "x"},
-        {"p": "a\ufffdb", "q": "\ufffd"},
+        {"p": "a\ufffdb", "q": "y"},
+        {"p": "z", "q": "\ufffd"},
         {"p": "\U0001f600", "q": "\\ud83d"},
     ]
-    assert set(batch.warnings) == {1}
+    assert set(batch.warnings) == {1, 2}
     assert "U+FFFD" in batch.warnings[1][0]
     assert not batch.failures
 
