@@ -7,12 +7,12 @@ from pathlib import Path
 import pyarrow as pa
 
 from batchgen.errors import SourceError
-from batchgen.jobs.sources.base import BATCH_BYTES, BATCH_ROWS, FORMATS, Chunk
+from batchgen.jobs.sources.base import BATCH_BYTES, BATCH_ROWS, FORMATS, Chunk, FileFormat
 
 _FILE_MAGIC = b"ARROW1"
 
 
-class ArrowFormat:
+class ArrowFormat(FileFormat):
     """See `FileFormat`. Which of the two layouts a file has is seen from its first bytes."""
 
     suffixes = (".arrow", ".ipc", ".feather", ".arrows")
@@ -25,14 +25,10 @@ class ArrowFormat:
         with _reader(path) as reader:
             return reader.schema
 
-    def finish_schema(self, schema: pa.Schema) -> pa.Schema:
-        """Nothing is open."""
-        return schema
-
     def num_rows(self, path: Path) -> int:
         """Rows, from the headers of the batches; their data stays on disk unless it is compressed."""
         with _reader(path) as reader:
-            return sum(batch.num_rows for batch in _batches(reader, path))
+            return sum(int(batch.num_rows) for batch in _batches(reader, path))
 
     def read(self, path: Path, schema: pa.Schema, start: int, *, is_projection: bool) -> Iterator[Chunk]:
         """Rows from `start` on."""
@@ -68,7 +64,7 @@ def _batches(
 
 
 def _batch_rows(batch: pa.RecordBatch) -> int:
-    return max(1, min(BATCH_ROWS, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * int(batch.num_rows) // max(1, int(batch.nbytes))))
 
 
 FORMATS.register("arrow")(ArrowFormat())

@@ -1,9 +1,10 @@
 """Source and FileFormat: what an input is to the rest of a job, and what one file format must do."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import pyarrow as pa
 
@@ -66,7 +67,7 @@ class Chunk:
     json_text: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
-class FileFormat(Protocol):
+class FileFormat(ABC):
     """One file format. Stateless; entered in `FORMATS` under its name.
 
     Args:
@@ -76,23 +77,24 @@ class FileFormat(Protocol):
         declares: whether `input.schema` may say a column's type.
     """
 
-    suffixes: tuple[str, ...]
-    is_typed: bool
-    is_json: bool
-    declares: bool
+    suffixes: ClassVar[tuple[str, ...]]
+    is_typed: ClassVar[bool]
+    is_json: ClassVar[bool]
+    declares: ClassVar[bool]
 
+    @abstractmethod
     def schema(self, path: Path, declared: Mapping[str, pa.DataType]) -> pa.Schema:
         """The file's columns. Of a file whose types are guessed, declared ones are taken as they are."""
-        ...
 
     def finish_schema(self, schema: pa.Schema) -> pa.Schema:
         """The joined schema of all files, with types settled that a single file leaves open."""
-        ...
+        return schema
 
     def num_rows(self, path: Path) -> int | None:
         """Rows in the file, when known without reading it."""
-        ...
+        return None
 
+    @abstractmethod
     def read(self, path: Path, schema: pa.Schema, start: int, *, is_projection: bool) -> Iterator[Chunk]:
         """The rows from number `start` on; columns of `schema`, of its types or ones that cast to them.
 
@@ -102,7 +104,6 @@ class FileFormat(Protocol):
             start: the first row.
             is_projection: whether other columns may be left out in silence.
         """
-        ...
 
 
 FORMATS: Registry[FileFormat] = Registry("input format", "batchgen.jobs.sources")

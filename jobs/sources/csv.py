@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.errors import SourceError
-from batchgen.jobs.sources.base import BATCH_BYTES, BATCH_ROWS, FORMATS, Chunk
+from batchgen.jobs.sources.base import BATCH_BYTES, BATCH_ROWS, FORMATS, Chunk, FileFormat
 from batchgen.jobs.sources.byte_lines import open_bytes
 from batchgen.jobs.sources.json_cells import Misfit
 from batchgen.outputs import FailureCode, RowFailure
@@ -22,7 +22,7 @@ MAX_CELL_CHARS = 64 * 1024 * 1024
 _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
-class CsvFormat:
+class CsvFormat(FileFormat):
     """See `FileFormat`. A record is a row, a blank line is none, one of another length is a failed row."""
 
     suffixes = (".csv",)
@@ -36,14 +36,6 @@ class CsvFormat:
         with self._records(path) as records:
             header = _header(records, path)
         return pa.schema([(name, declared.get(name, pa.string())) for name in header])
-
-    def finish_schema(self, schema: pa.Schema) -> pa.Schema:
-        """Nothing is open."""
-        return schema
-
-    def num_rows(self, path: Path) -> None:
-        """Not known without reading the file."""
-        return None
 
     def read(self, path: Path, schema: pa.Schema, start: int, *, is_projection: bool) -> Iterator[Chunk]:
         """Rows from `start` on; records before it are read and dropped, for a line may be inside a cell."""

@@ -62,7 +62,7 @@ def make_column(
         except (pa.ArrowException, OverflowError):
             pass  # a whole number out of range; found below
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    cells = []
+    cells: list[Any] = []
     for row, value in enumerate(values):
         if is_text and value is not None and not isinstance(value, str):
             cells.append(to_json(value))

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from batchgen.errors import SourceError
-from batchgen.jobs.sources.base import BATCH_BYTES, BATCH_ROWS, FORMATS, Chunk
+from batchgen.jobs.sources.base import BATCH_BYTES, BATCH_ROWS, FORMATS, Chunk, FileFormat
 from batchgen.jobs.sources.byte_lines import MAX_LINE_BYTES, Line, open_bytes, read_lines
 from batchgen.jobs.sources.json_cells import Misfit, make_column, mend_surrogates
 from batchgen.jobs.sources.json_shape import Shape, arrow_type, join_shapes, nulls_as_text, shape_of
@@ -20,7 +21,7 @@ SCHEMA_LINES = 10_000
 _KINDS = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-class JsonLinesFormat:
+class JsonLinesFormat(FileFormat):
     """See `FileFormat`. Blank lines are no rows; messages count lines from 1 as an editor does."""
 
     suffixes = (".jsonl", ".ndjson", ".json")
@@ -47,10 +48,6 @@ class JsonLinesFormat:
     def finish_schema(self, schema: pa.Schema) -> pa.Schema:
         """Columns in which no file has anything but nulls become string."""
         return pa.schema([field.with_type(nulls_as_text(field.type)) for field in schema])
-
-    def num_rows(self, path: Path) -> None:
-        """Not known without reading the file."""
-        return None
 
     def read(self, path: Path, schema: pa.Schema, start: int, *, is_projection: bool) -> Iterator[Chunk]:
         """Rows from `start` on; lines before it are counted, not parsed."""
@@ -155,7 +152,7 @@ class _Batch:
             if record is not None and not record.values.keys() <= known:
                 for name, value in record.values.items():
                     if name not in known and value is not None:
-                        self._misfit(offset, name, Misfit(value, None))
+                        self._misfit(name, offset, Misfit(value, None))
 
     def _columns(self, schema: pa.Schema) -> tuple[pa.RecordBatch, dict[str, frozenset[int]]]:
         while True:
@@ -167,21 +164,15 @@ class _Batch:
                     for offset, record in enumerate(self.rows)
                 ]
                 text_rows: set[int] = set()
-                arrays.append(
-                    make_column(
-                        values,
-                        column.type,
-                        lambda offset, misfit, name=column.name: self._misfit(offset, name, misfit),
-                        text_rows.add,
-                    )
-                )
+                refuse = partial(self._misfit, column.name)
+                arrays.append(make_column(values, column.type, refuse, text_rows.add))
                 if text_rows:
                     json_text[column.name] = frozenset(text_rows - self.failures.keys())
             # A misfit found in a later column empties its row in the earlier ones too.
             if len(self.failures) == num_failures:
                 return pa.RecordBatch.from_arrays(arrays, schema=schema), json_text
 
-    def _misfit(self, offset: int, column: str, misfit: Misfit) -> None:
+    def _misfit(self, column: str, offset: int, misfit: Misfit) -> None:
         message = f"line {self.lines[offset]}, {misfit.describe(column)}"
         self.failures.setdefault(offset, RowFailure(FailureCode.SCHEMA_MISMATCH, message))
 

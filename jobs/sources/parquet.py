@@ -7,13 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.errors import SourceError
-from batchgen.jobs.sources.base import BATCH_BYTES, BATCH_ROWS, FORMATS, Chunk
+from batchgen.jobs.sources.base import BATCH_BYTES, BATCH_ROWS, FORMATS, Chunk, FileFormat
 
 # With a buffer and no pre-buffering, columns are decoded page by page: memory does not grow with row groups.
 _BUFFER_BYTES = 1024 * 1024
 
 
-class ParquetFormat:
+class ParquetFormat(FileFormat):
     """See `FileFormat`."""
 
     suffixes = (".parquet", ".pq", ".parq")
@@ -25,10 +25,6 @@ class ParquetFormat:
         """The columns as the file declares them."""
         with _open(path) as file:
             return file.schema_arrow
-
-    def finish_schema(self, schema: pa.Schema) -> pa.Schema:
-        """Nothing is open."""
-        return schema
 
     def num_rows(self, path: Path) -> int:
         """Rows, from the file's footer."""
@@ -75,8 +71,8 @@ def _groups_from(metadata: pq.FileMetaData, start: int) -> tuple[list[int], int]
 
 
 def _batch_rows(metadata: pq.FileMetaData) -> int:
-    num_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    return max(1, min(BATCH_ROWS, BATCH_BYTES * metadata.num_rows // max(1, num_bytes)))
+    num_bytes = sum(int(metadata.row_group(i).total_byte_size) for i in range(metadata.num_row_groups))
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * int(metadata.num_rows) // max(1, num_bytes)))
 
 
 FORMATS.register("parquet")(ParquetFormat())

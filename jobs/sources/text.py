@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from batchgen.jobs.sources.base import BATCH_BYTES, BATCH_ROWS, FORMATS, Chunk
+from batchgen.jobs.sources.base import BATCH_BYTES, BATCH_ROWS, FORMATS, Chunk, FileFormat
 from batchgen.jobs.sources.byte_lines import MAX_LINE_BYTES, Line, open_bytes, read_lines
 from batchgen.outputs import FailureCode, RowFailure
 
 _SCHEMA = pa.schema([("text", pa.string())])
 
 
-class TextFormat:
+class TextFormat(FileFormat):
     """See `FileFormat`. A carriage return before a line feed ends the line with it; a blank line is a row."""
 
     suffixes = (".txt",)
@@ -24,14 +24,6 @@ class TextFormat:
     def schema(self, path: Path, declared: Mapping[str, pa.DataType]) -> pa.Schema:
         """One column of text."""
         return _SCHEMA
-
-    def finish_schema(self, schema: pa.Schema) -> pa.Schema:
-        """Nothing is open."""
-        return schema
-
-    def num_rows(self, path: Path) -> None:
-        """Not known without reading the file."""
-        return None
 
     def read(self, path: Path, schema: pa.Schema, start: int, *, is_projection: bool) -> Iterator[Chunk]:
         """Rows from `start` on."""
