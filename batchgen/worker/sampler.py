@@ -36,6 +36,8 @@ class Sampler:
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
+        # Fresh memory of this size would cost as much as the exponentials that fill it.
+        self._weights: Floats = np.empty(vocab_size, dtype=np.float64)
 
     def draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         """One token per row; of equal logits the lowest id is taken by a greedy row.
@@ -53,7 +55,8 @@ class Sampler:
         if drawn:
             scores = (logits[drawn] if len(drawn) < len(rows) else logits).float().cpu().numpy()
             for values, index in zip(scores, drawn, strict=True):
-                tokens[index] = _draw(values, tokens[index], rows[index].params, uniform(*rows[index].key))
+                key = rows[index].key
+                tokens[index] = _draw(values, tokens[index], rows[index].params, uniform(*key), self._weights)
         return tokens
 
 
@@ -67,8 +70,13 @@ def _most_likely(logits: Tensor) -> list[int]:
     return best
 
 
-def _draw(scores: npt.NDArray[np.float32], best: int, params: SamplingParams, u: float) -> int:
-    """The token at `u` of the distribution that temperature, top_k, top_p and min_p leave of `scores` [V]."""
+def _draw(
+    scores: npt.NDArray[np.float32], best: int, params: SamplingParams, u: float, buffer: Floats
+) -> int:
+    """The token at `u` of the distribution that temperature, top_k, top_p and min_p leave of `scores` [V].
+
+    `buffer` [V or more] is written over.
+    """
     top = scores[best]
     if not np.isfinite(top):
         return best
@@ -77,7 +85,10 @@ def _draw(scores: npt.NDArray[np.float32], best: int, params: SamplingParams, u:
         ids = np.flatnonzero(scores >= _kth_largest(scores, params.top_k))
         scores = scores[ids]
     # Relative to the best token, whose weight is 1.
-    weights = np.exp((scores.astype(np.float64) - float(top)) * (1.0 / params.temperature))
+    weights = buffer[: scores.shape[0]]
+    np.subtract(scores, top, out=weights, dtype=np.float64)
+    np.multiply(weights, 1.0 / params.temperature, out=weights)
+    np.exp(weights, out=weights)
     if params.top_p < 1.0:
         kept = _nucleus(weights, params.top_p)
         ids, weights = kept if ids is None else ids[kept], weights[kept]

@@ -104,7 +104,7 @@ def test_each_draw_is_the_inverse_of_the_cumulative_distribution(params: dict[st
 
     scores, best = values[0].numpy(), int(values[0].argmax())
     us = (np.arange(5000) + 0.5) / 5000
-    tokens = [sampler._draw(scores, best, SamplingParams(**params), float(u)) for u in us]
+    tokens = [sampler._draw(scores, best, SamplingParams(**params), float(u), np.empty(60)) for u in us]
     share = np.bincount(tokens, minlength=60) / len(us)
     np.testing.assert_allclose(share, expected, atol=5e-4)
 
