@@ -76,10 +76,13 @@ class LLM:
             priority: one each; lower runs first under `scheduling_policy: priority`.
         """
         listed = _as_prompts(prompts)
-        params = _one_each(sampling_params or self.get_default_sampling_params(), len(listed), "sampling_params")
+        params = _one_each(
+            sampling_params or self.get_default_sampling_params(), len(listed), "sampling_params"
+        )
         order = _one_each(priority or 0, len(listed), "priority")
         requests = (
-            self._request(prompt, each, rank) for prompt, each, rank in zip(listed, params, order, strict=True)
+            self._request(prompt, each, rank)
+            for prompt, each, rank in zip(listed, params, order, strict=True)
         )
         return self._run(requests, len(listed), use_tqdm)
 
@@ -100,7 +103,7 @@ class LLM:
         Raises:
             TemplateError: the model has no chat template, or the template refuses a conversation.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        conversations = _as_conversations(messages)
         prompts: list[Prompt] = []
         for conversation in conversations:
             text = self._tokenizer.render_chat(
@@ -160,18 +163,22 @@ class LLM:
             return prompt, self._tokenizer.encode(prompt)
         if not isinstance(prompt, Mapping):
             return None, prompt
-        text = prompt.get("prompt")
-        ids = prompt.get("prompt_token_ids")
-        if text is None and ids is None:
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is not None:
+            return text, ids
+        if text is None:
             raise ConfigError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids'; got {sorted(prompt)}")
-        return text, self._tokenizer.encode(text) if ids is None else ids
+        return text, self._tokenizer.encode(text)
 
     def _run(self, requests: Iterator[EngineRequest], total: int, use_tqdm: bool) -> list[RequestOutput]:
         window = _WINDOW_PER_SEQ * max(1, self._engine.stats().max_num_seqs)
         done: dict[str, RequestOutput] = {}
         order: list[str] = []
         generated = 0
-        with self._aborting(), tqdm(total=total, disable=not use_tqdm, unit="prompt", dynamic_ncols=True) as bar:
+        with (
+            self._aborting(),
+            tqdm(total=total, disable=not use_tqdm, unit="prompt", dynamic_ncols=True) as bar,
+        ):
             while len(done) < total:
                 while len(order) < total and len(order) - len(done) < window:
                     request = next(requests)
@@ -258,9 +265,17 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
+def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    if messages and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]  # one conversation
+    return list(messages)  # type: ignore[arg-type]
+
+
 def _one_each(value: Any, count: int, name: str) -> list[Any]:
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
-        raise ConfigError(f"{name} has {len(value)} entries for {count} prompts; give one for all or one each")
+        raise ConfigError(
+            f"{name} has {len(value)} entries for {count} prompts; give one for all or one each"
+        )
     return list(value)
