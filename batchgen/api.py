@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
-# Requests handed to the engine ahead of those that can run: enough to keep it full, few enough for flat memory.
+# Requests handed to the engine for each that can run: enough to keep it full, few enough for flat memory.
 _WINDOW_PER_SEQ = 4
 
 
@@ -66,12 +66,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for each prompt; outputs in the order of the prompts.
 
-        A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`. A prompt that cannot
-        be served has `error` set in its output; it never raises. Interrupting leaves the engine usable.
+        A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`. A prompt that
+        cannot be served has `error` set in its output; it never raises. Interrupting leaves the engine usable.
 
         Args:
             prompts: one prompt or many.
-            sampling_params: one for all or one each; default: the model's own (`get_default_sampling_params`).
+            sampling_params: one for all or one each; default: `get_default_sampling_params`.
             use_tqdm: show a progress bar on stderr.
             priority: one each; lower runs first under `scheduling_policy: priority`.
         """
@@ -197,7 +197,7 @@ class LLM:
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Whatever ends a call early takes its requests out of the engine, so that the next call starts clean."""
+        """Whatever ends a call early takes its requests out of the engine: the next call starts clean."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""The real model's greedy tokens, however its rows are batched, cached and preempted, are transformers' tokens."""
+"""The real model's greedy tokens are transformers', however its rows are batched, cached and preempted."""
 
 import builtins
 import importlib.util
