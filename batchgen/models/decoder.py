@@ -10,7 +10,7 @@ from torch import Tensor
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
 from batchgen.kernels.ops import Kernels
 from batchgen.layers.embedding import Embedding
-from batchgen.layers.linear import LinearLayer, LMHead, MergedLinear, QKVLinear, RowLinear
+from batchgen.layers.linear import LMHead, MergedLinear, QKVLinear, RowLinear
 from batchgen.layers.norm import RMSNorm
 from batchgen.layers.parallel import ParallelContext
 from batchgen.layers.rotary import RotaryEmbedding
@@ -244,10 +244,3 @@ class Decoder:
         norm = RMSNorm(name, size, self.config.norm_eps, self.kernels, self.dtype, self.device)
         self._targets[name] = (norm, 0)
         return norm
-
-
-def linear_layers(model: Decoder) -> list[LinearLayer]:
-    """Every linear layer of a model as it was built, head included, each once."""
-    unique = {id(target): target for target, _ in model.weight_targets().values()}
-    layers = [target for target in unique.values() if isinstance(target, LinearLayer)]
-    return layers if model.head in layers else [*layers, model.head]

@@ -100,14 +100,13 @@ class ModelConfig:
         hf = _HFConfig({**family.defaults, **{k: v for k, v in data.items() if v is not None}}, data, name)
         hf.refuse_foreign()
         num_layers, num_heads = hf.number("num_hidden_layers"), hf.number("num_attention_heads")
-        hidden_size = hf.number("hidden_size")
-        head_dim = hf.get("head_dim") or hidden_size // num_heads
+        head_dim = hf.get("head_dim") or hf.number("hidden_size") // num_heads
         max_len = hf.get("max_position_embeddings") or 2048
         return cls(
             architecture=architecture,
             family=family,
             vocab_size=hf.number("vocab_size"),
-            hidden_size=hidden_size,
+            hidden_size=hf.number("hidden_size"),
             intermediate_size=hf.number("intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
