@@ -56,7 +56,7 @@ class _HashedFile(io.RawIOBase):
 
     def sync(self) -> tuple[int, int]:
         self._disk.boundary("fsync", self._path)
-        os.fsync(self._file)
+        self._disk.fsync(self._file)
         status = os.fstat(self._file)
         return status.st_ino, status.st_mtime_ns
 
@@ -77,6 +77,10 @@ class Disk:
 
     def boundary(self, step: str, path: Path) -> None:
         """Called before every change: "create", "write", "fsync", "rename", "remove" or "sync_folder"."""
+
+    def fsync(self, descriptor: int) -> None:
+        """Bring an open file or folder to the disk."""
+        os.fsync(descriptor)
 
     def make_folder(self, path: Path) -> None:
         """Make a folder and its parents, if they are not there."""
@@ -110,7 +114,7 @@ class Disk:
             self.boundary("sync_folder", path)
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                os.fsync(folder)
+                self.fsync(folder)
             finally:
                 os.close(folder)
 

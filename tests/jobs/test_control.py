@@ -40,7 +40,7 @@ def test_only_this_user_may_open_it_and_it_goes_with_the_run(tmp_path: Path) -> 
     assert stat.S_IMODE(server.path.parent.stat().st_mode) == 0o700
     server.close()
     assert not server.path.exists()
-    with pytest.raises(BatchgenError, match="no run of .*out answers"):
+    with pytest.raises(BatchgenError, match=r"no run of .*out answers"):
         send_command(tmp_path / "out", "ping")
 
 

@@ -1,16 +1,21 @@
 """The store under deaths at every write, damage, limits and several samples."""
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from batchgen.errors import ConfigError, SinkError
-from batchgen.jobs.atomic import Disk
+from batchgen.jobs.atomic import Disk, NewFile
 from batchgen.jobs.columns import SURROGATES_REPLACED, OutputColumns
+from batchgen.jobs.journal import Journal
 from batchgen.jobs.layout import OutputFolder
 from batchgen.jobs.row import Row, RowPosition, RowResult, Sample, SourceBatch
 from batchgen.jobs.store import ShardStore
+from batchgen.jobs.tally import Tally
 from batchgen.outputs import FailureCode, RowFailure
 
 SHARD_ROWS = 10
@@ -30,6 +35,62 @@ class DyingDisk(Disk):
         if self.dies_at is not None and self.num_steps >= self.dies_at:
             raise Killed(step, path)
         self.num_steps += 1
+
+    def fsync(self, descriptor: int) -> None:
+        """A process that is killed loses nothing that it wrote; this makes the tests quick."""
+
+
+class PowerLossDisk(DyingDisk):
+    """Forgets, when the power goes, all that was not brought to the disk."""
+
+    def __init__(self, dies_at: int | None = None):
+        super().__init__(dies_at)
+        self._unsynced: set[Path] = set()
+        self._synced_inode = 0
+        self._renamed: list[tuple[Path, Path, bytes | None]] = []
+        self._removed: dict[Path, bytes] = {}
+
+    @contextmanager
+    def create(self, path: Path) -> Iterator[NewFile]:
+        self._unsynced.add(path)
+        with super().create(path) as file:
+            yield file
+        if path.stat().st_ino == self._synced_inode:
+            self._unsynced.discard(path)
+
+    def fsync(self, descriptor: int) -> None:
+        self._synced_inode = os.fstat(descriptor).st_ino
+
+    def publish(self, temporary: Path, final: Path) -> None:
+        self._renamed.append((temporary, final, final.read_bytes() if final.exists() else None))
+        if temporary in self._unsynced:
+            self._unsynced.add(final)
+        super().publish(temporary, final)
+
+    def remove(self, path: Path) -> None:
+        content = path.read_bytes() if path.exists() else None
+        super().remove(path)
+        if content is not None:
+            self._removed[path] = content
+
+    def sync_folder(self, path: Path) -> None:
+        super().sync_folder(path)
+        self._renamed = [entry for entry in self._renamed if entry[1].parent != path]
+        self._removed = {gone: content for gone, content in self._removed.items() if gone.parent != path}
+
+    def lose_power(self) -> None:
+        for temporary, final, before in reversed(self._renamed):
+            if temporary.exists():
+                continue  # it died before the rename
+            temporary.write_bytes(final.read_bytes())
+            final.unlink()
+            if before is not None:
+                final.write_bytes(before)
+        for path in self._unsynced:
+            if path.exists():
+                path.write_bytes(b"")
+        for path, content in self._removed.items():
+            path.write_bytes(content)
 
 
 def text_of(index: int) -> str | None:
@@ -76,18 +137,31 @@ def out_of_order(rows: list[Row]) -> list[Row]:
     return rows[1:9] + rows[14:23] + rows[9:14] + rows[:1] + rows[23:]
 
 
-def write_all(root: Path, rows: list[Row], disk: Disk | None = None, commit_every: int = 6) -> ShardStore:
-    """What a run does: finish the rows that are not done, committing now and then."""
-    store = ShardStore(open_folder(root), COLUMNS, SHARD_ROWS, disk=disk)
+def write_all(
+    root: Path,
+    rows: list[Row],
+    disk: Disk | None = None,
+    commit_every: int = 6,
+    say: Callable[[str], None] = lambda line: None,
+    kept: set[int] | None = None,
+) -> ShardStore:
+    """What a run does: finish the rows that are not done, committing now and then. `kept`: rows committed."""
+    store = ShardStore(open_folder(root), COLUMNS, SHARD_ROWS, disk=disk or DyingDisk(), say=say)
     undone = set(store.undone(0, len(rows)).tolist())
     todo = [row for row in out_of_order(rows) if row.index in undone]
     for number, row in enumerate(todo, 1):
         store.append(result_of(row))
         if number % commit_every == 0:
             store.commit()
+            if kept is not None:
+                kept.update(done.index for done in todo[:number])
     store.end_at(len(rows))
     store.commit()
     return store
+
+
+def undone(root: Path) -> set[int]:
+    return set(ShardStore(open_folder(root), COLUMNS, SHARD_ROWS, disk=DyingDisk()).undone(0, 100).tolist())
 
 
 def visible(root: Path) -> dict[str, bytes]:
@@ -132,12 +206,32 @@ def test_killed_before_any_write_and_resumed_gives_the_same_bytes(tmp_path: Path
     assert counting.num_steps > 80
     for dies_at in range(counting.num_steps):
         root = tmp_path / f"killed{dies_at}"
+        kept: set[int] = set()
         with pytest.raises(Killed):
-            write_all(root, rows, DyingDisk(dies_at))
+            write_all(root, rows, DyingDisk(dies_at), kept=kept)
+        assert not kept & undone(root), dies_at
         resumed = write_all(root, rows)
         assert visible(root) == expected, dies_at
         assert resumed.tally == reference.tally, dies_at
         assert left_over(root) == [], dies_at
+
+
+def test_power_lost_before_any_write_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
+    rows = source_rows(23)
+    counting = PowerLossDisk()
+    write_all(tmp_path / "whole", rows, counting)
+    expected = visible(tmp_path / "whole")
+    for dies_at in range(counting.num_steps):
+        root, disk = tmp_path / f"dark{dies_at}", PowerLossDisk(dies_at)
+        kept: set[int] = set()
+        with pytest.raises(Killed):
+            write_all(root, rows, disk, kept=kept)
+        disk.lose_power()
+        assert not kept & undone(root), dies_at
+        said: list[str] = []
+        write_all(root, rows, DyingDisk(), say=said.append)
+        assert visible(root) == expected, dies_at
+        assert said == [], dies_at
 
 
 def test_killed_again_while_resuming(tmp_path: Path) -> None:
@@ -216,6 +310,30 @@ def test_damaged_segment_is_reported_and_its_rows_done_again(tmp_path: Path, dam
     assert len(said) == 1 and ".segment is damaged" in said[0]
     write_all(root, rows)
     assert visible(root) == visible(tmp_path / "whole")
+
+
+def test_the_first_committed_copy_of_a_row_counts(tmp_path: Path) -> None:
+    rows = source_rows(10)
+    store = ShardStore(open_folder(tmp_path), COLUMNS, SHARD_ROWS)
+    journal = Journal(OutputFolder(tmp_path), Disk(), COLUMNS.row_index)
+    for row in rows[:6]:
+        store.append(result_of(row))
+    store.commit()
+    journal.load()
+    # As after a repair: rows 4 to 7 again, with other texts.
+    again = [RowResult(row, (Sample("again", "stop", 9),), 9) for row in rows[4:8]]
+    journal.commit(COLUMNS.batch(again))
+    store = ShardStore(open_folder(tmp_path), COLUMNS, SHARD_ROWS)
+    assert store.undone(0, 10).tolist() == [8, 9]
+    for row in rows[8:]:
+        store.append(result_of(row))
+    store.commit()
+    texts = table(tmp_path).column("generated_text").to_pylist()
+    assert texts == ["out 0", "out 1", "out 2", "out 3", None, "out 5", "again", "again", "out 8", "out 9"]
+    counted = Tally()
+    for batch in table(tmp_path).to_batches():
+        counted.count_batch(batch, COLUMNS)
+    assert store.tally == counted
 
 
 def test_damaged_sidecar_is_made_again(tmp_path: Path) -> None:
