@@ -8,6 +8,10 @@ from batchgen.errors import CapacityError
 # Of the memory that is free once the weights are in. The rest is for activations, the row window of the
 # caller and everybody else on the machine.
 CPU_SHARE = 0.5
+# A finished sequence's blocks stay as cache, so a pool fills up however little a job needs. On a CPU it is taken
+# from everybody else, and beyond this size it buys nothing, unless sequences are long or the model is large.
+CPU_ENOUGH_BYTES = 4 << 30
+CPU_ENOUGH_SEQS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,8 @@ def plan_blocks(
     """Size the pool of KV blocks.
 
     `num_gpu_blocks_override` is taken as it is, else `kv_cache_memory_bytes`, else a share of the free
-    memory; the last never exceeds what `max_num_seqs` sequences of full length need.
+    memory; the last never exceeds what `max_num_seqs` sequences of full length need, nor on a CPU the larger
+    of 4 GiB and what four such sequences need.
 
     Args:
         cache: the settings.
@@ -60,8 +65,12 @@ def plan_blocks(
             )
         return plan(blocks, "kv_cache_memory_bytes")
     share = CPU_SHARE if on_cpu else cache.gpu_memory_utilization
-    most = max_num_seqs * -(-max_model_len // cache.block_size)
+    blocks_per_seq = -(-max_model_len // cache.block_size)
+    most = max_num_seqs * blocks_per_seq
     blocks = min(most, int(free_bytes * share) // block_bytes)
+    enough = max(CPU_ENOUGH_BYTES // block_bytes, CPU_ENOUGH_SEQS * blocks_per_seq)
+    if on_cpu and enough < blocks:
+        return plan(enough, "enough for most jobs, kv_cache_memory_bytes gives more")
     if blocks < 1:
         raise CapacityError(
             f"{free_bytes / 2**20:.0f} MiB of memory are free, of which {share:.0%} do not hold one KV block "

@@ -35,6 +35,23 @@ def test_a_share_of_what_is_free() -> None:
     assert plan(free=20 * BLOCK, on_cpu=False, gpu_memory_utilization=0.9).num_blocks == 18
 
 
+def test_a_cpu_pool_stops_growing_where_it_is_enough() -> None:
+    def blocks(max_model_len: int, on_cpu: bool = True) -> int:
+        return plan_blocks(
+            CacheConfig(),
+            block_bytes=1 << 20,
+            max_num_seqs=256,
+            max_model_len=max_model_len,
+            free_bytes=64 << 30,
+            on_cpu=on_cpu,
+        ).num_blocks
+
+    assert blocks(8192) == 4 << 10  # 4 GiB
+    assert blocks(32768) == 4 * 2048  # four sequences of full length
+    assert blocks(1 << 20) == 32 << 10  # never more than the share
+    assert blocks(8192, on_cpu=False) == int((64 << 10) * 0.92)
+
+
 def test_what_is_given_is_taken() -> None:
     assert plan(kv_cache_memory_bytes=100 * BLOCK + 999).num_blocks == 100
     assert plan(kv_cache_memory_bytes=100 * BLOCK, num_gpu_blocks_override=3).num_blocks == 3
