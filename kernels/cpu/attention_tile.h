@@ -5,6 +5,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "simd.h"
 
@@ -170,43 +171,54 @@ static void values(const Scratch *scratch, int rows, int64_t value_dim, const Un
     }
 }
 
-/* Turns one row's scores of units [first, end) into weights. The row sees tokens [low, high) of the chunk. */
-static void weigh(const Scratch *scratch, int row, int first, int end, int64_t low, int64_t high, float soft_cap) {
-    float *score = scratch->score + row * CHUNK;
-    vf *total = scratch->total + row * VU;
-    vi lane;
-    for (int i = 0; i < VW; i++) lane[i] = i;
-    vf highest = vf_set1(-INFINITY);
+/* Applies the soft cap, and -infinity where the row does not see a token: it sees [low, high) of the chunk. */
+static void shape(float *score, int first, int end, int64_t low, int64_t high, float soft_cap) {
     for (int at = first * UNIT; at < end * UNIT; at += VW) {
         vf s = vf_load(score + at);
         if (soft_cap > 0) s = vf_tanh(s / vf_set1(soft_cap)) * vf_set1(soft_cap);
-        if (at < low || at + VW > high) {
-            vi token = lane + vi_set1(at);
-            s = vf_select((token >= vi_set1((int32_t)low)) & (token < vi_set1((int32_t)high)), s,
-                          vf_set1(-INFINITY));
-        }
+        vi token = vi_lanes() + vi_set1(at);
+        s = vf_select((token >= vi_set1((int32_t)low)) & (token < vi_set1((int32_t)high)), s, vf_set1(-INFINITY));
         vf_store(score + at, s);
-        highest = vf_max(highest, s);
     }
-    float top = vf_max_lane(highest), before = scratch->top[row];
-    if (before > top) top = before;
+}
+
+/* Turns `n` units of one row's scores into weights. */
+INLINE void weigh_units(const Scratch *scratch, int row, float *score, const int n) {
+    vf *total = scratch->total + row * VU;
+    vf highest = vf_load(score);
+    for (int v = 1; v < n * VU; v++) highest = vf_max(highest, vf_load(score + v * VW));
+    float top = vf_max_lane(highest), before = scratch->top[row], shrink = 1.0f;
+    if (before >= top) {
+        top = before;
+    } else {
+        shrink = vf_exp(vf_set1(before - top))[0];
+        scratch->top[row] = top;
+    }
+    scratch->shrink[row] = shrink;
     if (top == -INFINITY) { /* nothing seen yet */
-        for (int at = first * UNIT; at < end * UNIT; at++) score[at] = 0.0f;
-        scratch->shrink[row] = 1.0f;
+        memset(score, 0, (size_t)n * UNIT * 4);
         return;
     }
-    float shrink = 1.0f;
-    if (top != before) shrink = vf_exp(vf_set1(before - top))[0];
-    scratch->top[row] = top;
-    scratch->shrink[row] = shrink;
-    for (int v = 0; v < VU; v++) total[v] = total[v] * vf_set1(shrink);
-    for (int unit = first; unit < end; unit++)
-        for (int v = 0; v < VU; v++) {
-            float *at = score + unit * UNIT + v * VW;
+    for (int v = 0; v < VU; v++) {
+        vf sum = total[v] * vf_set1(shrink);
+        for (int u = 0; u < n; u++) {
+            float *at = score + u * UNIT + v * VW;
             vf w = vf_exp(vf_load(at) - vf_set1(top));
             vf_store(at, w);
-            total[v] = total[v] + w;
+            sum = sum + w;
         }
+        total[v] = sum;
+    }
+}
+
+/* Turns one row's scores of units [first, end) into weights. The row sees tokens [low, high) of the chunk. */
+static void weigh(const Scratch *scratch, int row, int first, int end, int64_t low, int64_t high, float soft_cap) {
+    float *score = scratch->score + row * CHUNK;
+    if (soft_cap > 0 || low > first * UNIT || high < end * UNIT) shape(score, first, end, low, high, soft_cap);
+    if (end - first == CHUNK_UNITS)
+        weigh_units(scratch, row, score, CHUNK_UNITS);
+    else
+        weigh_units(scratch, row, score + first * UNIT, end - first);
 }
 
 #endif

@@ -27,6 +27,7 @@
 typedef float vf __attribute__((vector_size(VW * 4), may_alias));
 typedef int32_t vi __attribute__((vector_size(VW * 4), may_alias));
 typedef float vf_unaligned __attribute__((vector_size(VW * 4), aligned(4), may_alias));
+typedef int32_t vi_unaligned __attribute__((vector_size(VW * 4), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -60,12 +61,21 @@ INLINE float unit_sum(const vf *x) {
 }
 
 INLINE float vf_max_lane(vf x) {
-    for (int width = VW / 2; width; width /= 2) {
-        vi from;
-        for (int i = 0; i < VW; i++) from[i] = i ^ width;
-        x = vf_max(x, (vf)__builtin_shuffle((vi)x, from));
-    }
-    return x[0];
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float lane[VW];
+    vf_store(lane, x);
+    float top = lane[0];
+    for (int i = 1; i < VW; i++) top = lane[i] > top ? lane[i] : top;
+    return top;
+#endif
+}
+
+/* The numbers of the lanes: 0, 1, 2, ... */
+INLINE vi vi_lanes(void) {
+    static const int32_t lanes[UNIT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return *(const vi_unaligned *)lanes;
 }
 
 /* e^x = 2^n (1 + r + r² q(r)) with n = round(x / ln 2), |r| <= ln 2 / 2; q is the Chebyshev fit of degree 5 of
