@@ -2,22 +2,19 @@
 
 import os
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
-from batchgen.engine.client import EngineClient
-from batchgen.engine.messages import EngineInfo
-from batchgen.engine.start import start_engine
 from batchgen.errors import BatchgenError, EngineError, SinkError
 from batchgen.jobs.atomic import Disk
 from batchgen.jobs.control import ControlServer
+from batchgen.jobs.engine_start import first_manifest, start_job_engine
 from batchgen.jobs.events import EventLog
 from batchgen.jobs.feeder import RowFeeder
-from batchgen.jobs.fingerprint import check_same_job, pinned_engine_args
+from batchgen.jobs.fingerprint import check_same_job
 from batchgen.jobs.layout import OutputFolder
 from batchgen.jobs.lock import OutputLock
-from batchgen.jobs.manifest import Manifest, json_form, pack_schema
+from batchgen.jobs.manifest import Manifest
 from batchgen.jobs.monitor import Monitor
 from batchgen.jobs.output_state import (
     display_path,
@@ -149,8 +146,10 @@ class JobRunner:
         monitor.loading()
         try:
             with self._stop.raising():
-                engine = self._start_engine(stack, job, stored, events)
-                self._write_manifest(job, stored, engine.info)
+                engine = start_job_engine(job, stored, self._reporter, events)
+                stack.callback(engine.shutdown)
+                if stored is None:
+                    first_manifest(job, engine.info).write(self._folder, self._disk)
         except Interrupted:
             return self._stopped_early(store)
         make = RequestMaker(job.renderer(engine.info.max_model_len), job.params)
@@ -180,11 +179,6 @@ class JobRunner:
         except BatchgenError:
             store.commit()
             raise
-        except Exception:
-            # A fault of ours costs no finished row.
-            with suppress(SinkError):
-                store.commit()
-            raise
         if not self._stop.is_set:
             check_conserved(feeder.num_taken, loop.num_appended)
             self._end_rows(store, reader)
@@ -192,51 +186,6 @@ class JobRunner:
         summary = self._summary(store, reader, rows_now=loop.num_appended)
         events.put("end", exit_code=summary.exit_code, rows_done=summary.rows_done)
         return summary
-
-    def _start_engine(
-        self, stack: ExitStack, job: PreparedJob, stored: Manifest | None, events: EventLog
-    ) -> EngineClient:
-        config = job.config if stored is None else job.config.with_values(**pinned_engine_args(stored))
-        engine = start_engine(config, job.tokenizer)
-        stack.callback(engine.shutdown)
-        info = engine.info
-        for line in info.decisions:
-            self._reporter.say(line)
-        for name, (value, origin) in job.sampling_with_origins().items():
-            if origin != "default":
-                self._reporter.say(f"sampling.{name}={value} ({origin})")
-        if stored is not None and dict(stored.environment) != json_form(dict(info.environment)):
-            self._reporter.say(_other_environment(stored.environment, info.environment))
-        events.put(
-            "engine",
-            model=info.model,
-            architecture=info.architecture,
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            max_model_len=info.max_model_len,
-            reproducible=info.reproducible,
-            load_s=info.load_s,
-            pid=info.pid,
-            decisions=list(info.decisions),
-            environment=dict(info.environment),
-        )
-        return engine
-
-    def _write_manifest(self, job: PreparedJob, stored: Manifest | None, info: EngineInfo) -> None:
-        if stored is not None:
-            return
-        manifest = Manifest(
-            source=job.source.identity(),
-            num_rows=job.source.num_rows,
-            schema=pack_schema(job.columns.schema),
-            schema_text=job.columns.schema.to_string(show_schema_metadata=False),
-            shard_rows=self._spec.output.shard_rows,
-            fingerprint=job.fingerprint,
-            sampling=job.sampling_with_origins(),
-            engine=json_form(dict(info.resolved)),
-            environment=json_form(dict(info.environment)),
-        )
-        manifest.write(self._folder, self._disk)
 
     def _open_control(self, stack: ExitStack) -> ControlServer | None:
         try:
@@ -295,9 +244,3 @@ class JobRunner:
             f"{store.tally.rows:,} finished rows are kept in {display_path(self._folder.root)}; "
             f"run the same command again to go on"
         )
-
-
-def _other_environment(then: Any, now: Any) -> str:
-    names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
-    listed = ", ".join(f"{name} {then.get(name)} → {now.get(name)}" for name in names)
-    return f"this is not the kind of machine of the first run ({listed}): rows may differ in their last bits"

@@ -66,7 +66,7 @@ class JobSummary:
             )
         if self.stopped is not None:
             lines.append("run the same command again to go on")
-        else:
+        elif self.rows_done:
             lines.append(f"results: {self.output}")
             look = f"import datasets; print(datasets.load_from_disk({str(self.output)!r})[0])"
             lines.append(f"see them: python -c {shlex.quote(look)}")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import batchgen.jobs.runner as runner_module
+import batchgen.jobs.engine_start as engine_start_module
 from batchgen.errors import BatchgenError, ConfigError, EngineError, ResumeError, SinkError, SourceError
 from batchgen.jobs.atomic import Disk
 from batchgen.jobs.control import send_command
@@ -150,7 +150,7 @@ def test_a_finished_job_returns_without_an_engine(
 ) -> None:
     go(job(source))
     before = visible(tmp_path / "out")
-    monkeypatch.setattr(runner_module, "start_engine", no_engine)
+    monkeypatch.setattr(engine_start_module, "start_engine", no_engine)
     summary = go(job(source))
     assert summary.was_finished and summary.exit_code == 0 and summary.rows_now == 0
     assert "57 of 57 rows were done before" in summary.lines()[0]
@@ -243,7 +243,7 @@ def test_a_changed_job_is_refused_by_the_names_of_what_differs(
     # BG-33
     stopped_run(job(source))
     before = visible(tmp_path / "out")
-    monkeypatch.setattr(runner_module, "start_engine", no_engine)
+    monkeypatch.setattr(engine_start_module, "start_engine", no_engine)
     with pytest.raises(ResumeError) as refused:
         go(job(source, **CHANGED_JOBS[key]))
     assert key in str(refused.value) and "in the first run" in str(refused.value)
@@ -316,7 +316,7 @@ def test_a_source_that_does_not_know_its_length(tmp_path: Path, monkeypatch: pyt
     path.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n\n" for i in range(20)))
     spec = job(path)
     assert go(spec).rows_total == 20
-    monkeypatch.setattr(runner_module, "start_engine", no_engine)
+    monkeypatch.setattr(engine_start_module, "start_engine", no_engine)
     assert go(spec).was_finished
     assert status(tmp_path / "out").state == "finished"
     (tmp_path / "out" / ".batchgen" / "source_rows.json").unlink()
@@ -333,7 +333,7 @@ def test_an_empty_source(tmp_path: Path) -> None:
 def test_what_is_wrong_is_found_before_the_engine_starts(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "start_engine", no_engine)
+    monkeypatch.setattr(engine_start_module, "start_engine", no_engine)
     with pytest.raises(BatchgenError, match="texd"):
         go(job(source, prompt={"template": "{{ texd }}"}))
     with pytest.raises(SourceError):

@@ -1,0 +1,72 @@
+"""The start of a job's engine: with what the first run decided, its decisions said, logged and stored."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.engine.client import EngineClient
+from batchgen.engine.messages import EngineInfo
+from batchgen.engine.start import start_engine
+from batchgen.jobs.events import EventLog
+from batchgen.jobs.fingerprint import pinned_engine_args
+from batchgen.jobs.manifest import Manifest, json_form, pack_schema
+from batchgen.jobs.prepare import PreparedJob
+from batchgen.jobs.progress import Reporter
+
+
+def start_job_engine(
+    job: PreparedJob, stored: Manifest | None, reporter: Reporter, events: EventLog
+) -> EngineClient:
+    """Start the engine and say what was decided.
+
+    Args:
+        job: the job.
+        stored: the first run's manifest, whose decisions hold; None in the first run.
+        reporter: told every decision and every sampling parameter that is not the default.
+        events: logs what the engine is.
+    """
+    config = job.config if stored is None else job.config.with_values(**pinned_engine_args(stored))
+    engine = start_engine(config, job.tokenizer)
+    info = engine.info
+    for line in info.decisions:
+        reporter.say(line)
+    for name, (value, origin) in job.sampling_with_origins().items():
+        if origin != "default":
+            reporter.say(f"sampling.{name}={value} ({origin})")
+    environment = json_form(dict(info.environment))
+    if stored is not None and dict(stored.environment) != environment:
+        reporter.say(_other_environment(stored.environment, environment))
+    events.put(
+        "engine",
+        model=info.model,
+        architecture=info.architecture,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        reproducible=info.reproducible,
+        load_s=info.load_s,
+        pid=info.pid,
+        decisions=list(info.decisions),
+        environment=environment,
+    )
+    return engine
+
+
+def first_manifest(job: PreparedJob, info: EngineInfo) -> Manifest:
+    """What a first run stores."""
+    return Manifest(
+        source=job.source.identity(),
+        num_rows=job.source.num_rows,
+        schema=pack_schema(job.columns.schema),
+        schema_text=job.columns.schema.to_string(show_schema_metadata=False),
+        shard_rows=job.spec.output.shard_rows,
+        fingerprint=job.fingerprint,
+        sampling=job.sampling_with_origins(),
+        engine=json_form(dict(info.resolved)),
+        environment=json_form(dict(info.environment)),
+    )
+
+
+def _other_environment(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+    listed = ", ".join(f"{name} {then.get(name)} → {now.get(name)}" for name in names)
+    return f"this is not the kind of machine of the first run ({listed}): rows may differ in their last bits"
