@@ -289,6 +289,18 @@ def test_restart_removes_what_is_ours_and_nothing_else(source: Path, tmp_path: P
     assert go(job(source, "new"), restart=True).rows_done == NUM_ROWS
 
 
+def test_a_damaged_shard_of_a_finished_job_is_done_again(source: Path, tmp_path: Path) -> None:
+    go(job(source))
+    expected = visible(tmp_path / "out")
+    path = tmp_path / "out" / "data-00002.arrow"
+    path.write_bytes(path.read_bytes()[:-100])
+    reporter = Silent()
+    summary = go(job(source), reporter=reporter)
+    assert (summary.rows_now, summary.rows_done, summary.exit_code) == (10, NUM_ROWS, 0)
+    assert any("data-00002.arrow is not what was written" in line for line in reporter.lines)
+    assert visible(tmp_path / "out") == expected
+
+
 def test_files_of_somebody_else_are_not_written_over(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "state.json").write_text("{}")
