@@ -1,0 +1,25 @@
+"""The kernel benchmarks still run; their numbers are for people."""
+
+import subprocess
+import sys
+
+CODE = """
+import torch
+from batchgen.kernels.cases import AttentionCase
+from benchmarks.kernels import bench_attention, bench_linear
+torch.set_num_threads(1)
+bench_linear.BEYOND_CACHES_BYTES, bench_attention.LAYERS = 1 << 20, 2
+linear = bench_linear.measure(64, 96, rows=3, repeats=2)
+assert set(linear) == {"batchgen", "F.linear", "oneDNN reordered"}, linear
+case = AttentionCase(name="small", query_lens=[2, 2], seq_lens=[40, 40], head_dim=32)
+attention, num_bytes = bench_attention.measure(case, repeats=2)
+assert num_bytes == 2 * 4 * 2 * 40 * 2 * 32
+assert all(len(values) == 2 and min(values) > 0 for values in [*linear.values(), *attention.values()])
+"""
+
+
+def test_kernel_benchmarks_run(repository):
+    result = subprocess.run(
+        [sys.executable, "-c", CODE], cwd=repository, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
