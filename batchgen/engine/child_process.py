@@ -181,7 +181,9 @@ class ChildProcess:
 
 def _environment() -> dict[str, str]:
     """Ours; when batchgen is imported from a checkout, the child must find the same one."""
-    environment = dict(os.environ)
+    # A thread that waits at a barrier by spinning takes the core from whoever it waits for, as soon as the
+    # machine has anything else to do: with two busy neighbours a step then takes twenty times as long.
+    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
     root = Path(batchgen.__file__).resolve().parent.parent
     if (root / "pyproject.toml").is_file():
         known = environment.get("PYTHONPATH")
