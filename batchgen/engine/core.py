@@ -141,7 +141,7 @@ class EngineCore:
         plan = self._scheduler.schedule()
         if not plan.sequences:
             outputs = self._scheduler.take_outputs()
-            if not outputs and self._scheduler.has_work:
+            if not outputs and self._scheduler.has_work and not self._scheduler.has_step_in_flight:
                 outputs = self._fail_stuck()
             return outputs
         started = time.perf_counter()
