@@ -52,9 +52,11 @@ class Transformers:
     def __init__(self, model: str, threads: int):
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
         from batchgen.models.location import resolve_model
 
+        disable_progress_bar()
         torch.set_num_threads(threads)
         path = resolve_model(model).path
         where = {"gguf_file": path.name} if path.is_file() else {}
