@@ -71,14 +71,17 @@ demo-clean:
 
 # --- tests and checks ---------------------------------------------------------------------------------------
 
+# pytest says 5 when there is no test of that kind in PYTEST_ARGS.
+none_is_fine := || [ $$? -eq 5 ]
+
 test: $(VENV)/.batchgen-test
-	$(pytest) -m "not slow and not long" $(PYTEST_ARGS)
+	$(pytest) -m "not slow and not long" $(PYTEST_ARGS) $(none_is_fine)
 
 test-slow: $(VENV)/.batchgen-test
-	$(pytest) -m "slow and not long" $(PYTEST_ARGS)
+	$(pytest) -m "slow and not long" $(PYTEST_ARGS) $(none_is_fine)
 
 test-long: $(VENV)/.batchgen-test
-	$(pytest) -m long --timeout 3600 $(PYTEST_ARGS)
+	$(pytest) -m long --timeout 3600 $(PYTEST_ARGS) $(none_is_fine)
 
 check: $(VENV)/.batchgen-dev
 	$(bin)/ruff format --check .

@@ -72,11 +72,15 @@ def test_signatures_on_the_way_of_a_row_are_the_real_ones(repository: Path) -> N
         assert re.sub(r"[\w.]+\.(\w+)", r"\1", given) == returns.replace("\\|", "|"), dotted
 
 
+def _paths(text: str) -> list[str]:
+    return sorted({*PATH.findall(text), *re.findall(r"PYTEST_ARGS=([\w./-]+)", text)})
+
+
 def test_paths_in_the_documents_exist(repository: Path) -> None:
     wrong = [
         f"{document.name}: {path}"
         for document in _documents(repository)
-        for path in sorted(set(PATH.findall(document.read_text(encoding="utf-8"))))
+        for path in _paths(document.read_text(encoding="utf-8"))
         if not (repository / path).exists() and not path.startswith("examples/summarize/")
     ]
     assert not wrong, "\n".join(wrong)
