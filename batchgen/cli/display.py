@@ -46,7 +46,13 @@ def reporter(style: Style, stream: TextIO | None = None) -> Reporter:
 
 
 def _can_redraw(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    if not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb"):
+        return False
+    try:
+        # Pseudo-terminals that nobody has given a size are 0 by 0; tqdm draws nothing there.
+        return os.get_terminal_size(stream.fileno()).lines > 0
+    except (OSError, ValueError):
+        return True
 
 
 class BarReporter:

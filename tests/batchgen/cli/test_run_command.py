@@ -127,10 +127,10 @@ def test_a_log_file_gets_few_plain_lines(make_job, tmp_path) -> None:  # BS-25
     assert text.count(b"\n") < 30
 
 
-def _on_a_terminal(arguments: list[str], term: str) -> str:
-    """What a command prints on a pseudo-terminal of 100 columns."""
+def _on_a_terminal(arguments: list[str], term: str, size: tuple[int, int] = (24, 100)) -> str:
+    """What a command prints on a pseudo-terminal."""
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
+    termios.tcsetwinsize(theirs, size)
     environment = os.environ | {"TERM": term, "NO_COLOR": "1"}
     process = subprocess.Popen(
         [*COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True
@@ -160,6 +160,12 @@ def test_a_terminal_gets_a_bar_and_a_dumb_one_lines(make_job) -> None:  # BS-25
     assert "\r" not in plain
     assert "\x1b" not in plain
     assert "60 of 60 rows done" in plain
+
+
+def test_a_terminal_without_a_size_gets_lines(make_job) -> None:
+    plain = _on_a_terminal(["run", str(make_job())], "xterm", size=(0, 0))
+    assert "\r" not in plain
+    assert "loading the model\n" in plain
 
 
 def test_ctrl_c_saves_progress_and_the_same_command_goes_on(invoke, make_job, tmp_path) -> None:
