@@ -96,6 +96,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_twenty_kills_at_random_moments(tmp_path: Path, whole: dict[str, bytes]) -> None:
     moments = random.Random(20)
     make_job(tmp_path, delay_ms=8)

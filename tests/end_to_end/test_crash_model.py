@@ -84,6 +84,7 @@ def wait_for_new_segment(folder: Path, before: set[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_killed_runs_leave_no_child_and_the_same_bytes(job: Path) -> None:
     whole = start(job, "--output", "whole")
     _, err = whole.communicate(timeout=100)

@@ -121,9 +121,10 @@ class StoppingDisk(Disk):
 
 
 def stopped_run(spec: JobSpec) -> JobSummary:
-    """Stop after the first commit; what is in flight is dropped."""
+    """Stop after the first commit, long before the end; what is in flight is dropped."""
     stop = StopFlag()
-    return go(spec.with_overrides(["output.drain_timeout_s=0"]), stop=stop, disk=StoppingDisk(stop))
+    slow = [f"model.path={spec.model.path}&delay_ms=2", "output.drain_timeout_s=0"]
+    return go(spec.with_overrides(slow), stop=stop, disk=StoppingDisk(stop))
 
 
 def test_every_row_comes_out_once_in_order_with_its_own_answer(source: Path, tmp_path: Path) -> None:
