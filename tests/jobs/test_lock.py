@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,40 +27,40 @@ time.sleep(60)
 """
 
 
-def start_holder(path: Path) -> tuple[subprocess.Popen[str], int]:
+@contextmanager
+def other_run(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock, and one that it has started, which outlives it."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, int(process.stdout.readline())
+    with process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            yield process
+        finally:
+            process.kill()
+            os.kill(child, signal.SIGKILL)
 
 
 def test_second_run_is_refused_with_pid_host_and_start(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    process, child = start_holder(path)
-    try:
+    with other_run(path) as process:
         with pytest.raises(ResumeError) as refused:
             OutputLock(path)
         assert f"process {process.pid} on {socket.gethostname()}, started 20" in str(refused.value)
         held_by = holder(path)
         assert held_by is not None and held_by.pid == process.pid
-    finally:
-        process.kill()
-        process.wait()
-        os.kill(child, signal.SIGKILL)
 
 
 def test_dead_runs_lock_is_taken_over_though_its_child_lives(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    process, child = start_holder(path)
-    process.kill()
-    process.wait()
-    try:
+    with other_run(path) as process:
+        process.kill()
+        process.wait()
         assert holder(path) is None
         with OutputLock(path) as lock:
             assert lock.dead_holder is not None and lock.dead_holder.pid == process.pid
             held_by = holder(path)
             assert held_by is not None and held_by.pid == os.getpid()
-    finally:
-        os.kill(child, signal.SIGKILL)
 
 
 def test_released_lock_names_nobody(tmp_path: Path) -> None:
