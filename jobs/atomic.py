@@ -20,7 +20,6 @@ class NewFile:
     Attributes:
         stream: binary, buffered; write to it.
         num_bytes, sha256: of the whole content, valid once `Disk.create` has closed it.
-        stamp: inode and modification time in ns, valid once closed; both survive a rename.
     """
 
     def __init__(self, disk: "Disk", path: Path):
@@ -28,13 +27,12 @@ class NewFile:
         self.stream = cast(BinaryIO, io.BufferedWriter(self._raw, _BUFFER_BYTES))
         self.num_bytes = 0
         self.sha256 = ""
-        self.stamp = (0, 0)
 
     def finish(self) -> None:
         """Bring everything to the disk."""
         self.stream.flush()
         self.num_bytes, self.sha256 = self._raw.num_bytes, self._raw.digest.hexdigest()
-        self.stamp = self._raw.sync()
+        self._raw.sync()
 
 
 class _HashedFile(io.RawIOBase):
@@ -54,11 +52,9 @@ class _HashedFile(io.RawIOBase):
         self.num_bytes += written
         return written
 
-    def sync(self) -> tuple[int, int]:
+    def sync(self) -> None:
         self._disk.boundary("fsync", self._path)
         self._disk.fsync(self._file)
-        status = os.fstat(self._file)
-        return status.st_ino, status.st_mtime_ns
 
     def close(self) -> None:
         if not self.closed:

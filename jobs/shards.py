@@ -29,8 +29,6 @@ class Sidecar:
 
     Args:
         sources: (ordinal of the file, first row in it, number of rows) of each stretch of source rows.
-        stamp: inode and modification time (ns) of the shard's file. A file that still has them is taken as
-            unchanged; any other is read and compared with the checksum.
     """
 
     shard: int
@@ -41,7 +39,6 @@ class Sidecar:
     sha256: str
     sources: tuple[tuple[int, int, int], ...]
     tally: Tally
-    stamp: tuple[int, int]
 
     @property
     def range(self) -> ShardRange:
@@ -64,18 +61,16 @@ class Sidecar:
         values = {name: data[name] for name in cls.__slots__}
         values["sources"] = tuple(tuple(map(int, stretch)) for stretch in data["sources"])
         values["tally"] = Tally.from_mapping(data["tally"])
-        values["stamp"] = tuple(data["stamp"])
         return cls(**values)
 
-    def matches(self, path: Path) -> bool:
-        """Whether this is the description of that file's content."""
+    def matches(self, path: Path, *, by_content: bool) -> bool:
+        """Whether this describes that file: by all of its content, or at a glance by its size."""
         try:
-            status = path.stat()
+            if path.stat().st_size != self.num_bytes:
+                return False
+            return not by_content or sha256_of(path) == self.sha256
         except FileNotFoundError:
             return False
-        if status.st_size != self.num_bytes:
-            return False
-        return (status.st_ino, status.st_mtime_ns) == self.stamp or sha256_of(path) == self.sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +138,14 @@ class ShardFolder:
             sha256=file.sha256,
             sources=sources.ranges(),
             tally=tally,
-            stamp=file.stamp,
         )
         path = self._folder.sidecar(shard_range.shard, generation)
         self._disk.write_json(path, sidecar.to_mapping(), self._folder.scratch)
         self._disk.publish(temporary, self._folder.data_file(shard_range.shard))
         return sidecar
 
-    def find(self) -> FoundShards:
-        """Read the sidecars and hold the files against them."""
+    def find(self, *, by_content: bool = True) -> FoundShards:
+        """Read the sidecars and hold the files against them, see `Sidecar.matches`."""
         found = FoundShards({}, [], dict(self._folder.data_files()), [], {})
         paths: dict[int, list[Path]] = {}
         for shard, generation, path in self._folder.sidecar_files():
@@ -162,7 +156,7 @@ class ShardFolder:
                 continue
             found.described.append(sidecar.range)
             file = self._folder.data_file(shard)
-            if sidecar.matches(file):
+            if sidecar.matches(file, by_content=by_content):
                 found.sealed[shard] = sidecar
                 found.damaged.pop(shard, None)
         for shard, sidecar in found.sealed.items():

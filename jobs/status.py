@@ -73,7 +73,7 @@ class JobStatus:
 
 
 def status(output: Path | str) -> JobStatus:
-    """Look at an output folder; changes nothing there.
+    """Look at an output folder; changes nothing there. Shards are not read: a damaged one is found by `run`.
 
     Raises:
         ResumeError: no job has written there.
@@ -120,7 +120,7 @@ def _count(folder: OutputFolder, manifest: Manifest) -> tuple[Tally, int]:
     )
     # The journal first: what is sealed meanwhile is in both, and is taken out of the journal's rows.
     segments = list(_segments(Journal(folder, Disk(), columns.row_index), columns))
-    sealed = ShardFolder(folder, Disk(), columns).find().sealed
+    sealed = ShardFolder(folder, Disk(), columns).find(by_content=False).sealed
     tally = Tally()
     for sidecar in sealed.values():
         tally.add(sidecar.tally)
