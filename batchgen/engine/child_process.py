@@ -181,9 +181,11 @@ class ChildProcess:
 
 def _environment() -> dict[str, str]:
     """Ours; when batchgen is imported from a checkout, the child must find the same one."""
-    # A thread that waits at a barrier by spinning takes the core from whoever it waits for, as soon as the
-    # machine has anything else to do: with two busy neighbours a step then takes twenty times as long.
-    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
+    environment = dict(os.environ)
+    # A thread that spins at a barrier takes the core from whoever it waits for, as soon as the machine has
+    # anything else to do. Some microseconds of it are worth having, milliseconds (GNU OpenMP's default) are not.
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", "3000")
     root = Path(batchgen.__file__).resolve().parent.parent
     if (root / "pyproject.toml").is_file():
         known = environment.get("PYTHONPATH")
