@@ -183,7 +183,7 @@ def _environment() -> dict[str, str]:
     """Ours; when batchgen is imported from a checkout, the child must find the same one."""
     environment = dict(os.environ)
     # A thread that spins at a barrier takes the core from whoever it waits for, as soon as the machine has
-    # anything else to do. Some microseconds of it are worth having, milliseconds (GNU OpenMP's default) are not.
+    # anything else to do. Some microseconds are worth it, milliseconds (GNU OpenMP's default) are not.
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", "3000")
     root = Path(batchgen.__file__).resolve().parent.parent
