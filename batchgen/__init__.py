@@ -30,7 +30,15 @@ _HOMES = {
     "run_job": "batchgen.api",
 }
 
-__all__ = ["LLM", "BatchgenError", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "run_job"]
+__all__ = [
+    "LLM",
+    "BatchgenError",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "run_job",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -66,8 +66,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for each prompt; outputs in the order of the prompts.
 
-        A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`. A prompt that
-        cannot be served has `error` set in its output; it never raises. Interrupting leaves the engine usable.
+        A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`. A prompt
+        that cannot be served has `error` set in its output; it never raises. Interrupting leaves the engine
+        usable.
 
         Args:
             prompts: one prompt or many.

@@ -19,7 +19,9 @@ def _positive_or_none(value: Any) -> bool:
 
 def _only(name: str, value: Any, built: Any, what: str) -> None:
     if value != built:
-        raise ConfigError(f"engine setting {name}={value!r}: {what} is not built yet; only {built!r} is accepted")
+        raise ConfigError(
+            f"engine setting {name}={value!r}: {what} is not built yet; only {built!r} is accepted"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +46,27 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         _check(bool(self.model), "model", self.model, "a folder, a .gguf file, a hub id or package:NAME/FILE")
-        _check(self.dtype in ("auto", "float32", "float16", "bfloat16"), "dtype", self.dtype,
-               "auto, float32, float16 or bfloat16")
+        _check(
+            self.dtype in ("auto", "float32", "float16", "bfloat16"),
+            "dtype",
+            self.dtype,
+            "auto, float32, float16 or bfloat16",
+        )
         _only("quantization", self.quantization, None, "quantization")
         _check(_positive_or_none(self.max_model_len), "max_model_len", self.max_model_len, "1 or more")
         _check(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
-        _check(self.kernel_backend in (None, "reference", "cpu", "gpu"), "kernel_backend", self.kernel_backend,
-               "reference, cpu or gpu")
-        _check(self.generation_config in ("auto", "none"), "generation_config", self.generation_config,
-               "auto (the model's own defaults) or none")
+        _check(
+            self.kernel_backend in (None, "reference", "cpu", "gpu"),
+            "kernel_backend",
+            self.kernel_backend,
+            "reference, cpu or gpu",
+        )
+        _check(
+            self.generation_config in ("auto", "none"),
+            "generation_config",
+            self.generation_config,
+            "auto (the model's own defaults) or none",
+        )
         _only("trust_remote_code", self.trust_remote_code, False, "running a model's own code")
         _check(_positive_or_none(self.num_threads), "num_threads", self.num_threads, "1 or more")
 
@@ -70,13 +84,30 @@ class CacheConfig:
     swap_space: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", self.block_size, "a multiple of 16")
-        _check(_positive_or_none(self.num_gpu_blocks_override), "num_gpu_blocks_override",
-               self.num_gpu_blocks_override, "1 or more")
-        _check(_positive_or_none(self.kv_cache_memory_bytes), "kv_cache_memory_bytes", self.kv_cache_memory_bytes,
-               "1 or more")
-        _check(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization,
-               "above 0 and at most 1")
+        _check(
+            self.block_size >= 16 and self.block_size % 16 == 0,
+            "block_size",
+            self.block_size,
+            "a multiple of 16",
+        )
+        _check(
+            _positive_or_none(self.num_gpu_blocks_override),
+            "num_gpu_blocks_override",
+            self.num_gpu_blocks_override,
+            "1 or more",
+        )
+        _check(
+            _positive_or_none(self.kv_cache_memory_bytes),
+            "kv_cache_memory_bytes",
+            self.kv_cache_memory_bytes,
+            "1 or more",
+        )
+        _check(
+            0 < self.gpu_memory_utilization <= 1,
+            "gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "above 0 and at most 1",
+        )
         _only("kv_cache_dtype", self.kv_cache_dtype, "auto", "a KV cache in another type")
         _only("swap_space", self.swap_space, 0.0, "swapping to host memory")
 
@@ -94,15 +125,32 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _check(_positive_or_none(self.max_num_seqs), "max_num_seqs", self.max_num_seqs, "1 or more")
-        _check(_positive_or_none(self.max_num_batched_tokens), "max_num_batched_tokens", self.max_num_batched_tokens,
-               "1 or more")
-        _check(self.scheduling_policy in ("fcfs", "priority"), "scheduling_policy", self.scheduling_policy,
-               "fcfs or priority")
+        _check(
+            _positive_or_none(self.max_num_batched_tokens),
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            "1 or more",
+        )
+        _check(
+            self.scheduling_policy in ("fcfs", "priority"),
+            "scheduling_policy",
+            self.scheduling_policy,
+            "fcfs or priority",
+        )
         _only("scheduling_policy", self.scheduling_policy, "fcfs", "priority scheduling")
         _only("enable_chunked_prefill", self.enable_chunked_prefill, True, "scheduling a prompt whole")
-        _only("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, "a limit for one prompt's chunk")
-        _check(self.preemption_mode in (None, "recompute", "swap"), "preemption_mode", self.preemption_mode,
-               "recompute or swap")
+        _only(
+            "long_prefill_token_threshold",
+            self.long_prefill_token_threshold,
+            0,
+            "a limit for one prompt's chunk",
+        )
+        _check(
+            self.preemption_mode in (None, "recompute", "swap"),
+            "preemption_mode",
+            self.preemption_mode,
+            "recompute or swap",
+        )
         if self.preemption_mode == "swap":
             _only("preemption_mode", self.preemption_mode, "recompute", "swapping to host memory")
 
@@ -187,11 +235,17 @@ class EngineConfig:
         parts: dict[str, dict[str, Any]] = {}
         for name, value in engine_args.items():
             parts.setdefault(homes[name], {})[name] = value
-        return replace(self, **{part: replace(getattr(self, part), **values) for part, values in parts.items()})
+        return replace(
+            self, **{part: replace(getattr(self, part), **values) for part, values in parts.items()}
+        )
 
     def to_engine_args(self) -> dict[str, Any]:
         """The flat names and values, as plain JSON types."""
-        return {name: value for part in fields(self) for name, value in dataclasses.asdict(getattr(self, part.name)).items()}
+        return {
+            name: value
+            for part in fields(self)
+            for name, value in dataclasses.asdict(getattr(self, part.name)).items()
+        }
 
 
 _PARTS = {

@@ -66,7 +66,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All samples of a request; vLLM's field names, and `error` when the engine could not (wholly) serve it."""
+    """All samples of a request; vLLM's field names, and `error` when it could not (wholly) be served."""
 
     request_id: str
     prompt: str | None

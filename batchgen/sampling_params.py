@@ -13,7 +13,8 @@ LOWEST_TEMPERATURE = 0.01
 # Fields that vLLM has and that a later version builds. A value other than the default is refused by name.
 NOT_BUILT = frozenset(
     "presence_penalty frequency_penalty repetition_penalty logprobs prompt_logprobs prompt_logprob_token_ids "
-    "prompt_logprob_start logprob_token_ids flat_logprobs structured_outputs allowed_token_ids bad_words extra_args "
+    "prompt_logprob_start logprob_token_ids flat_logprobs structured_outputs allowed_token_ids bad_words "
+    "extra_args "
     "thinking_token_budget repetition_detection watermarking skip_clone routed_experts_prompt_start "
     "trace_decode_token_ids stream_interval best_of use_beam_search length_penalty early_stopping "
     "truncate_prompt_tokens".split()
@@ -105,7 +106,10 @@ class SamplingParams:
             put("seed", None)
         if self.logit_bias is not None:
             put("logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()} or None)
-        if isinstance(self.temperature, int | float) and GREEDY_BELOW <= self.temperature < LOWEST_TEMPERATURE:
+        if (
+            isinstance(self.temperature, int | float)
+            and GREEDY_BELOW <= self.temperature < LOWEST_TEMPERATURE
+        ):
             put("temperature", LOWEST_TEMPERATURE)
         if self.top_k == -1:
             put("top_k", 0)
@@ -156,19 +160,28 @@ def _check_ranges(params: SamplingParams) -> None:
 
     p = params
     need("n", _is_int(p.n) and 1 <= p.n <= 16384, "a whole number from 1 to 16384")
-    need("temperature", _is_number(p.temperature) and 0 <= p.temperature < float("inf"), "a number, 0 or more")
+    need(
+        "temperature", _is_number(p.temperature) and 0 <= p.temperature < float("inf"), "a number, 0 or more"
+    )
     need("top_p", _is_number(p.top_p) and 0 < p.top_p <= 1, "above 0 and at most 1")
     need("top_k", _is_int(p.top_k) and p.top_k >= 0, "a whole number: 0 or -1 for all tokens, else 1 or more")
     need("min_p", _is_number(p.min_p) and 0 <= p.min_p <= 1, "from 0 to 1")
     need("seed", p.seed is None or _is_int(p.seed), "a whole number or null")
     need("stop", all(isinstance(s, str) and s for s in p.stop), "a list of non-empty strings")
     need("stop_token_ids", all(_is_int(t) and t >= 0 for t in p.stop_token_ids), "a list of token ids")
-    need("max_tokens", p.max_tokens is None or (_is_int(p.max_tokens) and p.max_tokens >= 1), "1 or more, or null")
+    need(
+        "max_tokens",
+        p.max_tokens is None or (_is_int(p.max_tokens) and p.max_tokens >= 1),
+        "1 or more, or null",
+    )
     need("min_tokens", _is_int(p.min_tokens) and p.min_tokens >= 0, "a whole number, 0 or more")
     if p.max_tokens is not None:
         need("min_tokens", p.min_tokens <= p.max_tokens, f"at most max_tokens ({p.max_tokens})")
     if p.logit_bias is not None:
-        need("logit_bias", all(t >= 0 and abs(b) <= 100 for t, b in p.logit_bias.items()),
-             "a mapping of token id to a bias from -100 to 100")
+        need(
+            "logit_bias",
+            all(t >= 0 and abs(b) <= 100 for t, b in p.logit_bias.items()),
+            "a mapping of token id to a bias from -100 to 100",
+        )
     if p.stop and not p.detokenize:
         raise ConfigError("sampling parameter 'stop' needs detokenize: true; stop strings are found in text")

@@ -8,8 +8,9 @@ from batchgen.errors import CapacityError
 # Of the memory that is free once the weights are in. The rest is for activations, the row window of the
 # caller and everybody else on the machine.
 CPU_SHARE = 0.5
-# A finished sequence's blocks stay as cache, so a pool fills up however little a job needs. On a CPU it is taken
-# from everybody else, and beyond this size it buys nothing, unless sequences are long or the model is large.
+# A finished sequence's blocks stay as cache, so a pool fills up however little a job needs. On a CPU it is
+# taken from everybody else, and beyond this size it buys nothing, unless sequences are long or the model is
+# large.
 CPU_ENOUGH_BYTES = 4 << 30
 CPU_ENOUGH_SEQS = 4
 
