@@ -17,7 +17,8 @@ PYTEST_ARGS ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
-pytest := $(bin)/python -m pytest
+# Threads that spin at a barrier for long slow everything down as soon as something else runs.
+pytest := GOMP_SPINCOUNT=3000 $(bin)/python -m pytest
 demo := examples/summarize
 
 .DEFAULT_GOAL := help
