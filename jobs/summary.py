@@ -1,5 +1,6 @@
 """JobSummary: what became of a run, as numbers and as the lines that end it."""
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -68,7 +69,9 @@ class JobSummary:
             lines.append("run the same command again to go on")
         elif self.rows_done:
             lines.append(f"results: {self.output}")
-            look = f"import datasets; print(datasets.load_from_disk({str(self.output)!r})[0])"
+            # A JSON string is a Python string, in quotes that the shell's own do not disturb.
+            place = json.dumps(str(self.output), ensure_ascii=False)
+            look = f"import datasets; print(datasets.load_from_disk({place})[0])"
             lines.append(f"see them: python -c {shlex.quote(look)}")
         return lines
 
