@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from batchgen.outputs import FailureCode, RowFailure
 
 # A quote that is never closed swallows the file; a cell of this length means that it was.
 MAX_CELL_CHARS = 64 * 1024 * 1024
+# Read as one more line after the last: within quotes that are still open it ends a cell.
+_END = "\0end of file\0"
+_Cells = list[str] | None
 # Bytes that are no UTF-8, as the surrogateescape decoder shows them.
 _UNDECODED = re.compile("[\udc80-\udcff]")
 
@@ -53,20 +57,29 @@ class CsvFormat(FileFormat):
                 yield batch.finish(schema)
 
     @contextmanager
-    def _records(self, path: Path) -> Iterator[Iterator[tuple[int, list[str]]]]:
-        """The records that are not blank, each with the number of its last line."""
+    def _records(self, path: Path) -> Iterator[Iterator[tuple[int, _Cells]]]:
+        """The records that are not blank, each with the number of its last line.
+
+        None, with the number of its first line, is one with a quote that is open at the end of the file.
+        """
         # The limit belongs to the whole process; its default of 128 KiB would refuse long documents.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_CHARS))
         with open_bytes(path) as file:
             # newline="" leaves line ends to the csv module, which must see those inside of quotes unchanged.
             text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
-            reader = csv.reader(text, delimiter=self.delimiter)
+            reader = csv.reader(chain(text, (_END,)), delimiter=self.delimiter)
 
-            def records() -> Iterator[tuple[int, list[str]]]:
+            def records() -> Iterator[tuple[int, _Cells]]:
+                begin = 1
                 try:
                     for cells in reader:
+                        if cells and cells[-1].endswith(_END):
+                            if reader.line_num > begin:
+                                yield begin, None
+                            return
                         if cells:
                             yield reader.line_num, cells
+                        begin = reader.line_num + 1
                 except csv.Error as error:
                     raise SourceError(
                         f"{path}, line {reader.line_num}: {error}; is a closing quote missing before it?"
@@ -75,8 +88,10 @@ class CsvFormat(FileFormat):
             yield records()
 
 
-def _header(records: Iterator[tuple[int, list[str]]], path: Path) -> list[str]:
+def _header(records: Iterator[tuple[int, _Cells]], path: Path) -> list[str]:
     _, header = next(records, (0, []))
+    if header is None:
+        raise SourceError(f"{path}: a quote in its line of column names is never closed")
     if not header:
         raise SourceError(f"{path} is empty; a CSV file begins with a line of column names")
     for name in header:
@@ -92,7 +107,7 @@ class _Batch:
         self.row = row
         self.lines: list[int] = []
         self._header = header
-        self._cells: list[list[str] | None] = []
+        self._cells: list[_Cells] = []
         self._failures: dict[int, RowFailure] = {}
         self._num_chars = 0
 
@@ -100,9 +115,16 @@ class _Batch:
     def is_full(self) -> bool:
         return len(self.lines) >= BATCH_ROWS or self._num_chars >= BATCH_BYTES
 
-    def add(self, line: int, cells: list[str]) -> None:
+    def add(self, line: int, cells: _Cells) -> None:
         """Take in a record."""
-        if len(cells) != len(self._header):
+        if cells is None:
+            self._fail(
+                len(self.lines),
+                FailureCode.SCHEMA_MISMATCH,
+                f"line {line}: a quote that opens in this record is never closed; all lines after it, to the "
+                f"end of the file, are inside the quotes",
+            )
+        elif len(cells) != len(self._header):
             self._fail(
                 len(self.lines),
                 FailureCode.SCHEMA_MISMATCH,
@@ -110,7 +132,7 @@ class _Batch:
             )
         self.lines.append(line)
         self._cells.append(cells)
-        self._num_chars += sum(map(len, cells))
+        self._num_chars += sum(map(len, cells or ()))
 
     def finish(self, schema: pa.Schema) -> Chunk:
         """The chunk. A row with a bad cell is a failed row, all null."""

@@ -12,6 +12,8 @@ import pyarrow as pa
 
 # Objects with more different keys than this are dictionaries rather than records; they are kept as JSON text.
 MAX_STRUCT_FIELDS = 1000
+# Values nested deeper than this are kept as JSON text: Arrow reads no file whose types are nested beyond 64.
+MAX_TYPE_DEPTH = 32
 _EXACT_IN_DOUBLE = 2**53
 _PLAIN = {"bool": pa.bool_(), "string": pa.string()}
 
@@ -42,8 +44,8 @@ class StructOf:
 Shape = None | str | Numbers | ListOf | StructOf
 
 
-def shape_of(value: Any) -> Shape:
-    """The shape of one value as `json.loads` gives it."""
+def shape_of(value: Any, depth: int = 0) -> Shape:
+    """The shape of one value as `json.loads` gives it, which stands so deep inside another."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -54,12 +56,14 @@ def shape_of(value: Any) -> Shape:
         return Numbers(value, value, has_fractions=False)
     if isinstance(value, float):
         return Numbers(0, 0, has_fractions=True)
+    if depth >= MAX_TYPE_DEPTH:
+        return "mixed"
     if isinstance(value, list):
         item: Shape = None
         for each in value:
-            item = join_shapes(item, shape_of(each))
+            item = join_shapes(item, shape_of(each, depth + 1))
         return ListOf(item)
-    return _bounded({key: shape_of(each) for key, each in value.items()})
+    return _bounded({key: shape_of(each, depth + 1) for key, each in value.items()})
 
 
 def join_shapes(left: Shape, right: Shape) -> Shape:

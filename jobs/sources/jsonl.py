@@ -18,6 +18,8 @@ from batchgen.outputs import FailureCode, RowFailure
 
 # The schema is taken from so many lines at the head of each file.
 SCHEMA_LINES = 10_000
+# A line nested deeper is a failed row: what reads it later, templates too, goes down level by level.
+MAX_DEPTH = 100
 _KINDS = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
@@ -104,11 +106,25 @@ def _parse(line: Line) -> _Record | RowFailure:
     if not isinstance(value, dict):
         message = f"line {line.number} is a JSON {_KINDS[type(value)]}, not an object"
         return RowFailure(FailureCode.NOT_AN_OBJECT, message)
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
+        return RowFailure(FailureCode.INVALID_JSON, f"line {line.number} is nested deeper than {MAX_DEPTH}")
     # Bytes that are UTF-8 can hold a lone surrogate only as an escape.
     if "\\ud" in text or "\\uD" in text:
         mended = mend_surrogates(value)
         return _Record(mended, mended != value)
     return _Record(value, False)
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
 
 
 @dataclass(slots=True)

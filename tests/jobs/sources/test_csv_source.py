@@ -127,6 +127,16 @@ def test_a_quote_that_is_never_closed_is_found(tmp_path, opened, read_rows, monk
         csv.field_size_limit(before)
 
 
+def test_a_quote_that_is_open_at_the_end_of_the_file_fails_its_row(tmp_path, opened, read_batches):
+    (tmp_path / "a.csv").write_text('p,q\n1,2\n\n3,"4\n5,6\n')
+    (batch,) = read_batches(opened(path="a.csv"))
+    assert batch.columns.to_pylist() == [{"p": "1", "q": "2"}, {"p": None, "q": None}]
+    assert batch.failures[1].message.startswith("line 4: a quote that opens in this record is never closed")
+    (tmp_path / "b.csv").write_text('p,"q\n1,2\n')
+    with pytest.raises(SourceError, match=r"b\.csv: a quote in its line of column names is never closed"):
+        opened(path="b.csv")
+
+
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_an_empty_file_has_no_columns(tmp_path, opened, content):
     (tmp_path / "a.csv").write_text(content)
@@ -143,10 +153,16 @@ def test_files_with_other_columns_are_refused(tmp_path, opened):
 
 
 def as_python_splits(path) -> list[list[str] | None]:
-    """The records that are not blank, with None for those of another length than the header."""
-    with path.open(encoding="utf-8", newline="") as file:
-        header, *records = [cells for cells in csv.reader(file) if cells]
-    return [cells if len(cells) == len(header) else None for cells in records]
+    """The records that are not blank, None for those of another length or with a quote left open."""
+    text = path.read_bytes().decode()
+    header, *records = non_blank(text)
+    is_open = len(non_blank(text + "\nmore")) == 1 + len(records)
+    rows = [cells if len(cells) == len(header) else None for cells in records]
+    return [*rows[:-1], None] if is_open else rows
+
+
+def non_blank(text: str) -> list[list[str]]:
+    return [cells for cells in csv.reader(io.StringIO(text, newline="")) if cells]
 
 
 def as_we_read(source) -> list[list[str] | None]:

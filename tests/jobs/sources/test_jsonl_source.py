@@ -347,6 +347,20 @@ def test_deep_nesting_and_huge_numbers_fail_only_their_row(tmp_path, opened, rea
     }
 
 
+@pytest.mark.parametrize("depth", [40, 99, 101, 500, 960])
+def test_nesting_that_arrow_has_no_file_for_is_json_text_or_a_failed_row(
+    tmp_path, opened, read_batches, depth
+):
+    for value in ("[" * depth + "1" + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+        (tmp_path / "a.jsonl").write_text(f'{{"p": {value}}}\n{{"p": "y"}}\n{{"p": [1]}}\n')
+        (batch,) = read_batches(opened(path="a.jsonl"))
+        assert set(batch.failures) == ({0} if depth > 100 else set())
+        shown = None if depth > 100 else value
+        assert batch.columns.column("p").to_pylist() == [shown, "y", "[1]"]
+    (tmp_path / "a.jsonl").write_text('{"p": ' + "[" * 40 + "1" + "]" * 40 + "}\n")
+    assert opened(path="a.jsonl").schema.field("p").type == pa.string()
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
