@@ -101,8 +101,11 @@ class OutputLock:
         )
 
     def _write(self, content: bytes) -> None:
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, content, 0)
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, content, 0)
+        except OSError as error:
+            raise SinkError(f"cannot write {self._path}: {error.strerror}") from error
 
 
 def holder(path: Path) -> Holder | None:

@@ -55,18 +55,18 @@ class Manifest:
         try:
             data = json.loads(folder.manifest.read_bytes())
             version = data.pop("format")
+            if version == _FORMAT:
+                return cls(**data)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ResumeError(
                 f"{folder.manifest} cannot be read ({error}); start over with --restart"
             ) from error
-        if version != _FORMAT:
-            raise ResumeError(
-                f"{folder.manifest} has format {version}, this batchgen knows {_FORMAT}: use the batchgen "
-                f"that wrote it, or start over with --restart"
-            )
-        return cls(**data)
+        raise ResumeError(
+            f"{folder.manifest} has format {version}, this batchgen knows {_FORMAT}: use the batchgen "
+            f"that wrote it, or start over with --restart"
+        )
 
     def read_schema(self) -> pa.Schema:
         """The output's schema."""

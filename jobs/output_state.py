@@ -25,12 +25,13 @@ def refuse_strangers(folder: OutputFolder) -> None:
     Raises:
         ResumeError: names one of them.
     """
-    found = [*folder.data_files().values(), folder.state, folder.dataset_info]
+    segments = [path for *_, path in folder.segment_files()]
+    found = [*folder.data_files().values(), folder.state, folder.dataset_info, *segments]
     strangers = sorted(path for path in found if path.exists())
     if strangers:
         raise ResumeError(
-            f"{folder.root} holds {strangers[0].name}, which no job of batchgen wrote there; choose another "
-            f"output or move it away"
+            f"{folder.root} holds {strangers[0].relative_to(folder.root)} but no {folder.manifest.name} of a "
+            f"job that wrote it; choose another output or move it away"
         )
 
 

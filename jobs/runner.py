@@ -5,7 +5,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 
-from batchgen.errors import BatchgenError, EngineError, SinkError
+from batchgen.errors import BatchgenError, EngineError, ResumeError, SinkError
 from batchgen.jobs.atomic import Disk
 from batchgen.jobs.control import ControlServer
 from batchgen.jobs.engine_start import first_manifest, start_job_engine
@@ -116,7 +116,13 @@ class JobRunner:
         if stored is None:
             refuse_strangers(self._folder)
             return None
-        job.source.verify(stored.source)
+        try:
+            job.source.verify(stored.source)
+        except ResumeError as error:
+            raise ResumeError(
+                f"{error}\n{display_path(self._folder.root)} holds rows of the first run's input: restore "
+                f"it, choose another output, or start over with --restart (removes these rows)"
+            ) from None
         check_same_job(stored, job.fingerprint, display_path(self._folder.root))
         return stored
 

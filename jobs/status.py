@@ -23,6 +23,7 @@ from batchgen.jobs.tally import Tally
 
 # A running job removes segments while they are read; then reading begins again.
 _TRIES = 10
+_LOADING = {"phase": "loading"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class JobStatus:
         rows_total: rows of the last run's job, its limit applied; None while that is not known.
         rows_done: rows committed to disk, failed ones included.
         shards: final files.
-        latest: the newest `interval` event of the log, or {}.
+        latest: the newest `interval` event of the last run; before the first one only its `phase`, "loading".
     """
 
     output: Path
@@ -65,6 +66,9 @@ class JobStatus:
         lines.append(f"tokens: {self.input_tokens:,} in, {self.generated_tokens:,} generated")
         if self.holder is not None:
             lines.append(f"run by {self.holder}")
+            phase = self.latest.get("phase", "running")
+            if phase != "running":
+                return [*lines, f"now: {phase}"]
             rate, eta_s = self.latest.get("generated_tokens_per_s"), self.latest.get("eta_s")
             if rate is not None:
                 left = f", {duration(eta_s)} to go" if eta_s is not None else ""
@@ -80,6 +84,19 @@ def status(output: Path | str) -> JobStatus:
     """
     folder = OutputFolder(Path(output))
     manifest = Manifest.read(folder)
+    held_by = holder(folder.lock)
+    if manifest is None and held_by is not None:
+        # A first run whose model loads.
+        return JobStatus(
+            output=folder.root,
+            state="running",
+            rows_total=None,
+            rows_done=0,
+            rows_failed=0,
+            shards=0,
+            holder=held_by,
+            latest=_LOADING,
+        )
     if manifest is None:
         raise ResumeError(f"{output} holds no job of batchgen (no {folder.manifest})")
     for attempt in range(_TRIES):
@@ -89,10 +106,13 @@ def status(output: Path | str) -> JobStatus:
         except FileNotFoundError:
             if attempt == _TRIES - 1:
                 raise
-    held_by = holder(folder.lock)
     rows_total, latest = _from_events(folder)
-    if rows_total is None:
-        rows_total = read_source_rows(folder) if manifest.num_rows is None else manifest.num_rows
+    known = read_source_rows(folder) if manifest.num_rows is None else manifest.num_rows
+    # A limit counts for no more than the source has, and not at all once more rows than that are done.
+    if rows_total is None or tally.rows > rows_total:
+        rows_total = known
+    elif known is not None:
+        rows_total = min(rows_total, known)
     is_whole = rows_total is not None and tally.rows >= rows_total
     return JobStatus(
         output=folder.root,
@@ -145,11 +165,14 @@ def _segments(journal: Journal, columns: OutputColumns) -> Iterator[tuple[pa.Tab
 
 def _from_events(folder: OutputFolder) -> tuple[int | None, dict[str, Any]]:
     """Rows of the last run's job, and its newest numbers."""
-    rows_total, latest = None, {}
+    rows_total: int | None = None
+    latest: dict[str, Any] = {}
     for path in event_files(folder.events)[-1:]:
         for event in read_event_file(path):
             if event["kind"] in ("run", "interval"):
                 rows_total = event.get("rows_total") if event.get("rows_total") is not None else rows_total
             if event["kind"] == "interval":
                 latest = event
+            elif event["kind"] == "run":
+                latest = _LOADING
     return rows_total, latest

@@ -18,7 +18,7 @@ from batchgen.jobs.tally import Tally
 
 # A commit comes early when so much is waiting for it: what a kill may cost, and memory, stay bounded.
 _MAX_PENDING_ROWS = 8192
-_MAX_PENDING_CHARS = 32 << 20
+_MAX_PENDING_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -73,7 +73,8 @@ class ShardStore:
         self._open: dict[int, _OpenShard] = {}
         self._live: dict[Segment, set[int]] = {}
         self._pending: list[RowResult] = []
-        self._pending_chars = 0
+        self._pending_bytes = 0
+        self._pending_batches: set[int] = set()
         self._end: int | None = None
         self.tally = Tally()
         self._load(shard_rows)
@@ -91,7 +92,7 @@ class ShardStore:
     @property
     def is_full(self) -> bool:
         """Whether so much is pending that it should be committed now."""
-        return len(self._pending) >= _MAX_PENDING_ROWS or self._pending_chars >= _MAX_PENDING_CHARS
+        return len(self._pending) >= _MAX_PENDING_ROWS or self._pending_bytes >= _MAX_PENDING_BYTES
 
     def undone(self, first_row: int, count: int) -> Any:
         """Which of `count` rows from `first_row` on are neither committed nor pending.
@@ -122,7 +123,12 @@ class ShardStore:
         self._mark_row(result.row.index)
         self.tally.count(result)
         self._pending.append(result)
-        self._pending_chars += sum(len(sample.text) for sample in result.samples)
+        self._pending_bytes += sum(len(sample.text) for sample in result.samples)
+        # One row keeps its whole batch, and with it columns that no prompt uses.
+        batch = result.row.batch
+        if id(batch) not in self._pending_batches:
+            self._pending_batches.add(id(batch))
+            self._pending_bytes += batch.columns.nbytes
 
     def end_at(self, num_rows: int) -> None:
         """There are no rows from this number on: the last row's shard is complete without more.
@@ -144,7 +150,8 @@ class ShardStore:
             segment = self._journal.commit(batch)
             self._enter(segment, batch.column(self._columns.row_index).to_numpy())
             self._pending.clear()
-            self._pending_chars = 0
+            self._pending_bytes = 0
+            self._pending_batches.clear()
         self._seal_complete()
 
     def _load(self, shard_rows: int) -> None:
@@ -198,9 +205,10 @@ class ShardStore:
 
     def _undone_in(self, shard: int, rows: Any) -> Any:
         """Those of a shard's row numbers that are not done."""
+        # In this order: another thread may ask while a shard is sealed, entered there and then gone here.
+        opened = self._open.get(shard)
         if shard in self._sealed:
             return rows[:0]
-        opened = self._open.get(shard)
         return rows if opened is None else rows[~opened.done[rows - opened.range.first_row]]
 
     def _mark(self, rows: Any) -> None:

@@ -1,5 +1,6 @@
 """One run an output folder: the second refused by name, a dead run's lock taken over."""
 
+import errno
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.errors import ResumeError
+from batchgen.errors import ResumeError, SinkError
 from batchgen.jobs.lock import OutputLock, holder
 
 HOLD = """
@@ -83,3 +84,14 @@ def test_a_look_at_the_holder_does_not_keep_a_run_out(tmp_path: Path) -> None:
         timer.start()
         OutputLock(path).release()
         timer.join()
+
+
+def test_a_full_disk_is_an_error_that_names_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(SinkError, match=r"cannot write .*lock: No space left on device"):
+        OutputLock(tmp_path / "lock")
+    monkeypatch.undo()
+    OutputLock(tmp_path / "lock").release()

@@ -256,7 +256,7 @@ def test_a_changed_input_file_is_refused_by_its_name(source: Path) -> None:
     stopped_run(job(source))
     texts = [f"other {i}" for i in range(NUM_ROWS)]
     pq.write_table(pa.table({"text": texts, "id": texts}), source)
-    with pytest.raises(ResumeError, match=r"in\.parquet has changed"):
+    with pytest.raises(ResumeError, match=r"(?s)in\.parquet has changed.*start over with --restart"):
         go(job(source))
 
 
@@ -306,9 +306,28 @@ def test_files_of_somebody_else_are_not_written_over(source: Path, tmp_path: Pat
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "state.json").write_text("{}")
     for restart in (False, True):
-        with pytest.raises(ResumeError, match=r"state\.json, which no job of batchgen wrote"):
+        with pytest.raises(ResumeError, match=r"state\.json but no manifest\.json of a job that wrote it"):
             go(job(source), restart=restart)
     assert visible(tmp_path / "out") == {"state.json": b"{}"}
+
+
+def test_rows_without_a_manifest_are_not_taken_for_those_of_this_job(source: Path, tmp_path: Path) -> None:
+    stopped_run(job(source))
+    (tmp_path / "out" / ".batchgen" / "manifest.json").unlink()
+    for path in (tmp_path / "out").iterdir():
+        if path.is_file():
+            path.unlink()
+    with pytest.raises(ResumeError, match=r"\.segment but no manifest"):
+        go(job(source, prompt={"template": "another {{ text }}"}))
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "7", '{"format": 1}', "{", ""])
+def test_a_manifest_that_is_none_is_named(source: Path, tmp_path: Path, content: str) -> None:
+    go(job(source))
+    (tmp_path / "out" / ".batchgen" / "manifest.json").write_text(content)
+    with pytest.raises(ResumeError, match=r"manifest\.json cannot be read .* start over with --restart"):
+        go(job(source))
+    assert go(job(source), restart=True).rows_now == NUM_ROWS
 
 
 def test_a_limit_is_raised_and_lifted(source: Path, tmp_path: Path) -> None:
@@ -334,6 +353,32 @@ def test_a_source_that_does_not_know_its_length(tmp_path: Path, monkeypatch: pyt
     assert status(tmp_path / "out").state == "finished"
     (tmp_path / "out" / ".batchgen" / "source_rows.json").unlink()
     assert go(spec).rows_total == 20
+
+
+def test_status_after_a_limit_that_says_less_than_what_is_done(source: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "in.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)))
+    go(job(lines, limit=100))
+    found = status(tmp_path / "out")
+    assert (found.state, found.rows_done, found.rows_total) == ("finished", 20, 20)
+    # A limit's run that only repaired, and one after it that found nothing to do.
+    go(job(source, "other"))
+    (tmp_path / "other" / "data-00000.arrow").unlink()
+    go(job(source, "other", limit=30))
+    go(job(source, "other"))
+    found = status(tmp_path / "other")
+    assert (found.state, found.rows_done, found.rows_total) == ("finished", NUM_ROWS, NUM_ROWS)
+
+
+def test_status_while_the_first_run_loads_its_model(source: Path, tmp_path: Path) -> None:
+    stop = StopFlag()
+    thread, _ = in_background(job(source, model="echo:?load_s=0.5"), stop)
+    try:
+        eventually(lambda: (tmp_path / "out" / ".batchgen" / "lock").exists())
+        found = status(tmp_path / "out")
+    finally:
+        thread.join()
+    assert (found.state, found.rows_done, found.lines()[-1]) == ("running", 0, "now: loading")
 
 
 def test_an_empty_source(tmp_path: Path) -> None:
@@ -420,6 +465,7 @@ def test_a_running_job_is_watched_and_steered_from_outside(source: Path, tmp_pat
             go(spec)
         send_command(out, "pause")
         eventually(lambda: status(out).latest.get("phase") == "paused")
+        assert status(out).lines()[-1] == "now: paused"
         rows_done = eventually(lambda: status(out).latest["rows_done"])
         time.sleep(0.6)
         assert status(out).latest["rows_done"] <= rows_done + 2

@@ -414,6 +414,19 @@ def test_an_input_column_with_a_name_of_ours_is_refused() -> None:
     assert "gen_error" in OutputColumns(schema, ("a",), prefix="gen_").schema.names
 
 
+def test_columns_that_wait_for_a_commit_are_bounded_too(tmp_path: Path) -> None:
+    schema = pa.schema([("image", pa.large_binary())])
+    store = ShardStore(open_folder(tmp_path), OutputColumns(schema, ("a",)), SHARD_ROWS)
+    for index in range(100):
+        batch = SourceBatch(RowPosition(0, index, index), pa.record_batch([[bytes(4 << 20)]], schema=schema))
+        store.append(RowResult(Row(batch, 0), (Sample("", "stop", 1),), num_input_tokens=1))
+        if store.is_full:
+            break
+    assert store.num_pending <= 16
+    store.commit()
+    assert not store.is_full and store.num_pending == 0
+
+
 def test_a_full_disk_names_the_path_and_keeps_what_is_committed(tmp_path: Path) -> None:
     # BS-19, with a disk that refuses after a while.
     class FullDisk(Disk):
