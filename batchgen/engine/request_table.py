@@ -123,6 +123,11 @@ class RequestTable:
             self.waiting.removed(sequence)
         self._finished_seq_ids.append(sequence.seq_id)
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether there is anything to be told; a refused request leaves nothing else behind."""
+        return bool(self._outputs)
+
     def take_outputs(self) -> list[SampleOutput]:
         """What is to be told since the last call."""
         outputs, self._outputs = self._outputs, []

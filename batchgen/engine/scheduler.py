@@ -81,8 +81,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self.table.requests)
+        """Whether any request is unfinished, or an answer waits to be taken."""
+        return bool(self.table.requests) or self.table.has_outputs
 
     @property
     def has_step_in_flight(self) -> bool:

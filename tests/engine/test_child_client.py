@@ -175,12 +175,24 @@ def test_what_came_before_the_death_is_handed_out_first(
 ) -> None:
     client = start()
     client.add(make_request("a", [1], max_tokens=1))
-    assert wait_until(lambda: not client._process.packets.empty())
+    assert wait_until(lambda: client.stats().num_requests_finished == 1)
     os.kill(client.info.pid, signal.SIGKILL)
     assert wait_until(lambda: client._process.has_ended)
     assert [output.request_id for output in client.poll()] == ["a"]
     with pytest.raises(EngineError):
         client.poll()
+
+
+def test_asking_for_a_block_map_ends_though_the_child_died_with_outputs_unread(
+    start: Callable[..., ChildClient], make_request: MakeRequest
+) -> None:
+    client = start()
+    client.add(make_request("a", [1], max_tokens=1))
+    assert wait_until(lambda: bool(client.stats() and client._outputs))
+    os.kill(client.info.pid, signal.SIGKILL)
+    assert wait_until(lambda: client._process.has_ended)
+    client.stats(with_block_map=True)
+    assert [output.request_id for output in client.poll()] == ["a"]
 
 
 def test_an_exception_in_a_step_is_shown_by_its_traceback(

@@ -29,6 +29,16 @@ def test_poll_computes_until_there_is_an_output(
     assert made.client.in_flight() == []
 
 
+def test_a_refused_request_is_answered_though_nothing_else_is_there(
+    make_client: Any, make_request: Any
+) -> None:
+    made = make_client()
+    made.client.add(make_request("a", [], max_tokens=5))
+    (output,) = made.client.poll()
+    assert output.error is not None and output.error.code == "empty_prompt"
+    assert not made.core.has_work
+
+
 def test_poll_gives_up_after_its_time(make_client: Any, make_request: Any) -> None:
     made = make_client(before_step=lambda step: time.sleep(0.01))
     made.client.add(make_request("a", [1], max_tokens=5, streams=False))
