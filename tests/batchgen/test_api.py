@@ -1,11 +1,16 @@
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 
 import batchgen
 from batchgen import LLM, SamplingParams
+from batchgen.counting import CountingExecutor
+from batchgen.engine.core import EngineCore
+from batchgen.engine.in_process import InProcessClient
 from batchgen.errors import ConfigError
+from batchgen.sampling_params import RequestOutputKind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
@@ -32,7 +37,8 @@ def test_outputs_stand_in_the_order_of_the_prompts(llm) -> None:
 
 def test_every_form_of_a_prompt(llm) -> None:
     ids = llm.get_tokenizer().encode("hello")
-    for prompt in ("hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}, ["hello"], [ids]):
+    forms = ("hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}, ["hello"], [ids])
+    for prompt in (*forms, np.array(ids), [np.array(ids)], iter(["hello"])):
         (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
         assert output.prompt_token_ids == ids
         assert "hello" in output.outputs[0].text
@@ -83,8 +89,21 @@ def test_a_prompt_that_cannot_be_served_is_an_output_with_an_error() -> None:
 
 
 def test_wrong_prompts_and_settings_are_refused(llm) -> None:
-    with pytest.raises(ConfigError, match="needs 'prompt' or 'prompt_token_ids'"):
+    with pytest.raises(ConfigError, match="prompt 0: unknown key 'text'; known: prompt, prompt_token_ids"):
         llm.generate({"text": "x"}, GREEDY, use_tqdm=False)
+    with pytest.raises(ConfigError, match="needs 'prompt' or 'prompt_token_ids'"):
+        llm.generate({"prompt": None}, GREEDY, use_tqdm=False)
+    for wrong in (None, 5, b"abc", ["a", None], [[1.5]], [[2**40]], {"prompt_token_ids": "abc"}):
+        with pytest.raises(ConfigError, match=r"prompts? .*must be|prompt 0: token ids must be"):
+            llm.generate(wrong, GREEDY, use_tqdm=False)
+    for wrong in ({"temperature": 0}, 5, "x", [GREEDY, None]):
+        with pytest.raises(ConfigError, match="sampling_params must be SamplingParams"):
+            llm.generate(["a", "b"], wrong, use_tqdm=False)
+    with pytest.raises(ConfigError, match="sampling_params has 0 entries for 1 prompts"):
+        llm.generate("a", [], use_tqdm=False)
+    for wrong in (None, "hi", {"role": "user", "content": "x"}, [["hi"]], [None]):
+        with pytest.raises(ConfigError, match="must be a list of mappings with 'role' and 'content'"):
+            llm.chat(wrong, GREEDY, use_tqdm=False)
     with pytest.raises(ConfigError, match="did you mean 'block_size'"):
         LLM("echo:", blok_size=16)
 
@@ -126,6 +145,53 @@ def test_works_inside_a_running_event_loop_and_in_a_thread(llm) -> None:  # BG-3
     thread.start()
     thread.join(timeout=60)
     assert found == ["two"]
+
+
+def test_outputs_come_whole_whatever_their_kind(monkeypatch) -> None:
+    def counting(config, tokenizer, in_process):
+        return InProcessClient(EngineCore(config, CountingExecutor(config)), tokenizer)
+
+    monkeypatch.setattr("batchgen.api.start_engine", counting)
+    bias = {ord("a"): 100}
+    with LLM("echo:") as llm:
+        for kind in RequestOutputKind:
+            params = SamplingParams(n=2, stop=["aaa"], max_tokens=9, logit_bias=bias, output_kind=kind,
+                                    include_stop_str_in_output=True)  # fmt: skip
+            (output,) = llm.generate([1, 2], params, use_tqdm=False)
+            assert [sample.text for sample in output.outputs] == ["aaa", "aaa"], kind
+
+
+def test_control_text_in_a_message_stays_text(llm) -> None:
+    control = next(iter(llm.get_tokenizer().special_tokens))
+    (output,) = llm.chat([{"role": "user", "content": f"a{control}b"}], GREEDY, use_tqdm=False)
+    assert llm.get_tokenizer().special_tokens[control] not in output.prompt_token_ids
+    assert output.prompt.startswith(f"[user]\na{control}b")
+
+
+def test_threads_share_one_engine() -> None:
+    with LLM("echo:?delay_ms=5&batch=4") as llm:
+        found: dict[int, list[str]] = {}
+
+        def ask(number: int) -> None:
+            prompts = [f"{number}.{index}" for index in range(10)]
+            found[number] = texts(llm.generate(prompts, SamplingParams(temperature=0, max_tokens=3), False))
+
+        threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            assert llm.get_metrics().num_running >= 0
+            for thread in threads:
+                thread.join(timeout=0.02)
+        assert found == {number: [f"{number}.{index}" for index in range(10)] for number in range(4)}
+
+
+def test_what_an_interrupted_call_left_finished_is_not_the_next_calls() -> None:
+    with LLM("echo:") as llm:
+        real = llm._engine.poll
+        stale = llm.generate("old", SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+        llm._engine.poll = lambda timeout_s=None: [stale.pop()] if stale else real(timeout_s)
+        assert texts(llm.generate("new", SamplingParams(temperature=0, max_tokens=3), False)) == ["new"]
 
 
 def test_run_job_takes_a_file_a_mapping_and_a_spec(tmp_path, monkeypatch) -> None:

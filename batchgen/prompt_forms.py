@@ -1,0 +1,110 @@
+"""What `LLM.generate` and `LLM.chat` take: every form of a prompt, checked before anything runs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeVar
+
+from batchgen.engine.messages import pack_ids
+from batchgen.errors import ConfigError, UnknownNameError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+# A prompt as it was read: its text, its packed token ids, or both.
+Read = tuple[str | None, bytes | None]
+
+_KEYS = ("prompt", "prompt_token_ids")
+_FORMS = "a text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"
+
+T = TypeVar("T")
+
+
+def read_prompts(prompts: Any) -> list[Read]:
+    """Every prompt of one call: one alone, or any iterable of them; arrays and tensors count as lists.
+
+    Raises:
+        ConfigError: something that is no prompt; says which.
+    """
+    prompts = _plain(prompts)
+    if isinstance(prompts, str | Mapping):
+        return [_read(prompts, 0)]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts must be {_FORMS}, or a list of such; got {type(prompts).__name__}")
+    listed = list(prompts)
+    if listed and isinstance(listed[0], Integral):
+        return [_read(listed, 0)]
+    return [_read(prompt, number) for number, prompt in enumerate(listed)]
+
+
+def read_conversations(messages: Any) -> list[Messages]:
+    """One conversation or many, as a list of them.
+
+    Raises:
+        ConfigError: something that is no list of messages; says which.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise ConfigError(
+            f"messages must be a list of mappings with 'role' and 'content', or a list of such lists; "
+            f"got {type(messages).__name__}"
+        )
+    listed = list(messages)
+    conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
+    for number, conversation in enumerate(conversations):
+        is_list = isinstance(conversation, Sequence) and not isinstance(conversation, str | bytes)
+        if not is_list or not all(isinstance(message, Mapping) for message in conversation):
+            raise ConfigError(
+                f"conversation {number} must be a list of mappings with 'role' and 'content'; "
+                f"got {conversation!r:.80}"
+            )
+    return conversations
+
+
+def one_each(value: T | Sequence[T], count: int, name: str, kind: type[T]) -> list[T]:
+    """`value` for every prompt, or the values that were given for each.
+
+    Raises:
+        ConfigError: another number of values than prompts, or a value of another kind.
+    """
+    if isinstance(value, kind):
+        return [value] * count
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+    for each in values:
+        if not isinstance(each, kind):
+            raise ConfigError(f"{name} must be {kind.__name__}, or a list of one each; got {each!r:.80}")
+    if len(values) != count:
+        raise ConfigError(
+            f"{name} has {len(values)} entries for {count} prompts; give one for all or one each"
+        )
+    return values
+
+
+def _read(prompt: Any, number: int) -> Read:
+    prompt = _plain(prompt)
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, _packed(prompt, number)
+    for key in prompt:
+        if key not in _KEYS:
+            raise UnknownNameError("key", str(key), _KEYS, f"prompt {number}")
+    text, ids = prompt.get("prompt"), _plain(prompt.get("prompt_token_ids"))
+    if text is None and ids is None:
+        raise ConfigError(
+            f"prompt {number}: a mapping needs 'prompt' or 'prompt_token_ids'; got {sorted(prompt)}"
+        )
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(f"prompt {number}: 'prompt' must be a text; got {type(text).__name__}")
+    return text, None if ids is None else _packed(ids, number)
+
+
+def _packed(ids: Any, number: int) -> bytes:
+    if not isinstance(ids, list | tuple | range):
+        raise ConfigError(f"prompt {number} must be {_FORMS}; got {type(ids).__name__}")
+    try:
+        return pack_ids(ids)
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"prompt {number}: token ids must be whole numbers of 32 bits ({error})") from error
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, tensors and columns as the lists that they hold."""
+    return value.tolist() if hasattr(value, "tolist") else value
