@@ -7,6 +7,10 @@ from typing import Any
 
 from batchgen.errors import ConfigError, UnknownNameError
 
+# More would only be a slip of the finger, which the OpenMP runtime answers by ending the process.
+MOST_THREADS = 1024
+_FLAG_OR_NONE = (None, True, False)
+
 
 def _check(is_right: bool, name: str, value: Any, rule: str) -> None:
     if not is_right:
@@ -15,6 +19,10 @@ def _check(is_right: bool, name: str, value: Any, rule: str) -> None:
 
 def _positive_or_none(value: Any) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+
+
+def _text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
 
 
 def _only(name: str, value: Any, built: Any, what: str) -> None:
@@ -45,7 +53,14 @@ class ModelSettings:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        _check(bool(self.model), "model", self.model, "a folder, a .gguf file, a hub id or package:NAME/FILE")
+        _check(
+            isinstance(self.model, str) and bool(self.model),
+            "model",
+            self.model,
+            "a folder, a .gguf file, a hub id or package:NAME/FILE",
+        )
+        for name in ("revision", "tokenizer", "tokenizer_revision", "chat_template"):
+            _check(_text_or_none(getattr(self, name)), name, getattr(self, name), "a text")
         _check(
             self.dtype in ("auto", "float32", "float16", "bfloat16"),
             "dtype",
@@ -68,7 +83,14 @@ class ModelSettings:
             "auto (the model's own defaults) or none",
         )
         _only("trust_remote_code", self.trust_remote_code, False, "running a model's own code")
-        _check(_positive_or_none(self.num_threads), "num_threads", self.num_threads, "1 or more")
+        _check(
+            _positive_or_none(self.num_threads) and (self.num_threads or 1) <= MOST_THREADS,
+            "num_threads",
+            self.num_threads,
+            f"from 1 to {MOST_THREADS}",
+        )
+        _check(type(self.seed) is int, "seed", self.seed, "a whole number")
+        _check(self.reproducible in _FLAG_OR_NONE, "reproducible", self.reproducible, "true, false or null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +107,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _check(
-            self.block_size >= 16 and self.block_size % 16 == 0,
+            type(self.block_size) is int and self.block_size >= 16 and self.block_size % 16 == 0,
             "block_size",
             self.block_size,
             "a multiple of 16",
@@ -103,10 +125,16 @@ class CacheConfig:
             "1 or more",
         )
         _check(
-            0 < self.gpu_memory_utilization <= 1,
+            type(self.gpu_memory_utilization) in (int, float) and 0 < self.gpu_memory_utilization <= 1,
             "gpu_memory_utilization",
             self.gpu_memory_utilization,
             "above 0 and at most 1",
+        )
+        _check(
+            self.enable_prefix_caching in (True, False),
+            "enable_prefix_caching",
+            self.enable_prefix_caching,
+            "true or false",
         )
         _only("kv_cache_dtype", self.kv_cache_dtype, "auto", "a KV cache in another type")
         _only("swap_space", self.swap_space, 0.0, "swapping to host memory")

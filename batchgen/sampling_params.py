@@ -20,6 +20,11 @@ NOT_BUILT = frozenset(
     "truncate_prompt_tokens".split()
 )
 
+_FLAGS = (
+    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)  # fmt: skip
+
 
 class RequestOutputKind(Enum):
     """What each `RequestOutput` of a request carries."""
@@ -100,12 +105,16 @@ class SamplingParams:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        put("stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name in ("stop", "stop_token_ids"):
+            given: Any = getattr(self, name)
+            if given is None or isinstance(given, list | tuple | set | frozenset):
+                put(name, tuple(given or ()))
+            elif name == "stop" and isinstance(given, str):
+                put(name, (given,))
         if self.seed == -1:
             put("seed", None)
         if self.logit_bias is not None:
-            put("logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()} or None)
+            put("logit_bias", _as_bias(self.logit_bias) or None)
         if (
             isinstance(self.temperature, int | float)
             and GREEDY_BELOW <= self.temperature < LOWEST_TEMPERATURE
@@ -153,6 +162,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _as_bias(given: Any) -> dict[int, float]:
+    """Token ids may be spelled as text, as JSON has them."""
+    try:
+        return {int(token): float(bias) for token, bias in given.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"sampling parameter 'logit_bias' must be a mapping of token id to a bias from -100 to 100; "
+            f"got {given!r}"
+        ) from error
+
+
 def _check_ranges(params: SamplingParams) -> None:
     def need(name: str, is_right: bool, rule: str) -> None:
         if not is_right:
@@ -167,8 +187,16 @@ def _check_ranges(params: SamplingParams) -> None:
     need("top_k", _is_int(p.top_k) and p.top_k >= 0, "a whole number: 0 or -1 for all tokens, else 1 or more")
     need("min_p", _is_number(p.min_p) and 0 <= p.min_p <= 1, "from 0 to 1")
     need("seed", p.seed is None or _is_int(p.seed), "a whole number or null")
-    need("stop", all(isinstance(s, str) and s for s in p.stop), "a list of non-empty strings")
-    need("stop_token_ids", all(_is_int(t) and t >= 0 for t in p.stop_token_ids), "a list of token ids")
+    need(
+        "stop",
+        isinstance(p.stop, tuple) and all(isinstance(s, str) and s for s in p.stop),
+        "a non-empty string or a list of such",
+    )
+    need(
+        "stop_token_ids",
+        isinstance(p.stop_token_ids, tuple) and all(_is_int(t) and t >= 0 for t in p.stop_token_ids),
+        "a list of token ids",
+    )
     need(
         "max_tokens",
         p.max_tokens is None or (_is_int(p.max_tokens) and p.max_tokens >= 1),
@@ -183,5 +211,8 @@ def _check_ranges(params: SamplingParams) -> None:
             all(t >= 0 and abs(b) <= 100 for t, b in p.logit_bias.items()),
             "a mapping of token id to a bias from -100 to 100",
         )
+    for name in _FLAGS:
+        need(name, isinstance(getattr(p, name), bool), "true or false")
+    need("output_kind", isinstance(p.output_kind, RequestOutputKind), "a RequestOutputKind")
     if p.stop and not p.detokenize:
         raise ConfigError("sampling parameter 'stop' needs detokenize: true; stop strings are found in text")

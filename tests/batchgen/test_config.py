@@ -41,6 +41,13 @@ def test_unknown_name_is_refused_with_the_nearest() -> None:
         ("scheduling_policy", "lifo", "fcfs or priority"),
         ("preemption_mode", "drop", "recompute or swap"),
         ("model", "", "a folder"),
+        ("revision", 5, "a text"),
+        ("block_size", "16", "a multiple of 16"),
+        ("gpu_memory_utilization", "all", "above 0"),
+        ("seed", "x", "a whole number"),
+        ("reproducible", "yes", "true, false or null"),
+        ("enable_prefix_caching", "yes", "true or false"),
+        ("num_threads", 10**9, "1 to 1024"),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(name: str, value: object, rule: str) -> None:

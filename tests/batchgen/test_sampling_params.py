@@ -39,6 +39,15 @@ def test_low_temperatures(given: float, becomes: float) -> None:
         ("stop_token_ids", [-1]),
         ("logit_bias", {5: 101}),
         ("seed", 1.5),
+        ("stop", 5),
+        ("stop", b"x"),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "12"),
+        ("logit_bias", [1]),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {5: None}),
+        ("ignore_eos", "no"),
+        ("output_kind", "delta"),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:
