@@ -35,7 +35,7 @@ def generation_defaults(location: ModelLocation) -> dict[str, Any]:
     if data.get("do_sample") is False:
         found.setdefault("temperature", 0.0)
     if data.get("eos_token_id") is not None:
-        found["eos_token_id"] = id_list(data["eos_token_id"])
+        found["eos_token_id"] = id_list(data["eos_token_id"], "generation_config.json")
     return found
 
 
@@ -75,7 +75,7 @@ def effective_params(
             SamplingParams(**own)
         except ConfigError as error:
             raise ConfigError(
-                f"the model's {GENERATION_CONFIG}.json: {error}; set it in the job instead"
+                f"the model's {GENERATION_CONFIG}.json: {error}; set it yourself, or generation_config: none"
             ) from error
     return SamplingParams.from_mapping({**own, **values}), origins
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from batchgen.errors import ModelError
 from batchgen.models.location import ModelLocation
 
 
@@ -15,7 +16,7 @@ def eos_sources(location: ModelLocation, tokenizer_ids: Iterable[int]) -> dict[i
     named: list[tuple[str, list[int]]] = []
     for source in ("generation_config", "config"):
         data = location.read_json(f"{source}.json") or {}
-        named.append((source, id_list(data.get("eos_token_id"))))
+        named.append((source, id_list(data.get("eos_token_id"), f"{source}.json")))
     named.append(("tokenizer", list(tokenizer_ids)))
     sources: dict[int, list[str]] = {}
     for source, ids in named:
@@ -29,8 +30,16 @@ def describe_eos(sources: Mapping[int, list[str]]) -> str:
     return ", ".join(f"{index} ({', '.join(names)})" for index, names in sources.items()) or "none"
 
 
-def id_list(value: Any) -> list[int]:
-    """An id, a list of ids or None, as a list."""
+def id_list(value: Any, file_name: str) -> list[int]:
+    """An id, a list of ids or None, as a list; -1, which some files say for "none", is left out.
+
+    Raises:
+        ModelError: anything else.
+    """
     if value is None:
         return []
-    return [int(item) for item in (value if isinstance(value, list | tuple) else [value])]
+    items = value if isinstance(value, list | tuple) else [value]
+    for item in items:
+        if type(item) is not int:
+            raise ModelError(f"{file_name}: eos_token_id must be a token id or a list of them; got {value!r}")
+    return [item for item in items if item >= 0]

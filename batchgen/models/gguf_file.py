@@ -59,12 +59,19 @@ class GGUFFile:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             self.tensors = self._read()
-        except (struct.error, IndexError, UnicodeDecodeError) as error:
+        except (struct.error, IndexError, UnicodeDecodeError, ArithmeticError) as error:
             raise ModelError(f"{self.path}: damaged or cut-off GGUF file ({error})") from error
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or `default`; an array as a new list."""
-        return self._value(self._spans[key][0])[0] if key in self._spans else default
+        """The value of a key, or `default`; an array as a new list.
+
+        Raises:
+            ModelError: text that is not UTF-8.
+        """
+        try:
+            return self._value(self._spans[key][0])[0] if key in self._spans else default
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.path}: damaged GGUF file: {key} ({error})") from error
 
     def __contains__(self, key: str) -> bool:
         return key in self._spans

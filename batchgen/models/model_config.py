@@ -14,6 +14,12 @@ _SILU = ("silu", "swish")
 
 ROPE_KINDS = ("default", "linear", "llama3")
 
+# Fields of ModelConfig that count something.
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "max_len",
+)  # fmt: skip
+
 # Keys that change what a decoder computes and that no family here has; a value that is not empty is refused.
 _FOREIGN_KEYS = ("num_experts", "num_local_experts", "attn_logit_softcapping", "final_logit_softcapping")
 
@@ -76,6 +82,11 @@ class ModelConfig:
     quantization: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for size in _SIZES:
+            _count(getattr(self, size), f"{self.architecture}: {size}")
+        for what, value in (("rope theta", self.rope.theta), ("rope factor", self.rope.factor)):
+            if not (math.isfinite(value) and value > 0):
+                raise ModelError(f"{self.architecture}: {what} must be a number above 0; got {value}")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.architecture}: {self.num_heads} query heads are no multiple of {self.num_kv_heads} "
@@ -93,8 +104,15 @@ class ModelConfig:
 
         Raises:
             UnsupportedModelError: an architecture, activation or rope scaling that is not built.
-            ModelError: a key is missing.
+            ModelError: a key is missing or has a value of the wrong kind.
         """
+        try:
+            return cls._from_hf(data, name)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ModelError(f"{name}: a value of the wrong kind ({error})") from error
+
+    @classmethod
+    def _from_hf(cls, data: Mapping[str, Any], name: str) -> "ModelConfig":
         architecture = _one_architecture(data, name)
         family = MODELS.get(architecture)
         hf = _HFConfig({**family.defaults, **{k: v for k, v in data.items() if v is not None}}, data, name)
@@ -131,7 +149,7 @@ class ModelConfig:
 
         Raises:
             UnsupportedModelError: an architecture or rope scaling that is not built.
-            ModelError: a key is missing.
+            ModelError: a key is missing or has a value of the wrong kind.
         """
         name = file.path.name
         gguf_name = file.get("general.architecture")
@@ -152,25 +170,31 @@ class ModelConfig:
 
         if get("expert_count"):
             raise UnsupportedModelError(f"{name}: mixture of experts is not built ({gguf_name}.expert_count)")
-        num_layers, num_heads = need("block_count"), need("attention.head_count")
-        head_dim = get("attention.key_length") or need("embedding_length") // num_heads
+
+        def number(key: str) -> int:
+            return _count(need(key), f"{name}: {gguf_name}.{key}")
+
+        num_layers, num_heads = number("block_count"), number("attention.head_count")
+        head_dim = get("attention.key_length") or number("embedding_length") // num_heads
         if get("attention.value_length", head_dim) != head_dim:
             raise UnsupportedModelError(f"{name}: keys and values of different length are not built")
         embedding = file.tensors.get("token_embd.weight")
         if embedding is None:
             raise ModelError(f"{name}: the GGUF file has no token_embd.weight")
-        window = get("attention.sliding_window")
+        window = get("attention.sliding_window") or None
         return cls(
             architecture=known[gguf_name],
             family=family,
             vocab_size=embedding.shape[0],
-            hidden_size=need("embedding_length"),
-            intermediate_size=need("feed_forward_length"),
+            hidden_size=number("embedding_length"),
+            intermediate_size=number("feed_forward_length"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=get("attention.head_count_kv", num_heads),
+            num_kv_heads=_count(
+                get("attention.head_count_kv", num_heads), f"{name}: {gguf_name}.attention.head_count_kv"
+            ),
             head_dim=head_dim,
-            max_len=need("context_length"),
+            max_len=number("context_length"),
             norm_eps=need("attention.layer_norm_rms_epsilon"),
             rope=_gguf_rope(file, gguf_name, head_dim),
             windows=(window,) * num_layers,
@@ -195,10 +219,7 @@ class _HFConfig:
         return self.values.get(key, default)
 
     def number(self, key: str) -> int:
-        value = self.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"{self.name}: {key!r} must be a whole number, 1 or more; got {value!r}")
-        return value
+        return _count(self.get(key), f"{self.name}: {key!r}")
 
     def flag(self, rule: bool | str, key: str) -> bool:
         return bool(self.get(key, False)) if rule == "config" else bool(rule)
@@ -212,10 +233,18 @@ class _HFConfig:
                 raise UnsupportedModelError(f"{self.name}: {key}={self.get(key)!r} is not built")
 
 
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or value < 1:
+        raise ModelError(f"{what} must be a whole number, 1 or more; got {value!r}")
+    return value
+
+
 def _one_architecture(data: Mapping[str, Any], name: str) -> str:
     architectures = data.get("architectures")
     if not architectures:
         raise ModelError(f"{name}: no 'architectures'; which model is it?")
+    if isinstance(architectures, str):
+        architectures = [architectures]
     for architecture in architectures:
         if architecture in MODELS:
             return str(architecture)
@@ -253,7 +282,10 @@ def _hf_rope(hf: _HFConfig, head_dim: int, max_len: int) -> RopeConfig:
 
 
 def _hf_windows(hf: _HFConfig, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    window = hf.get("sliding_window")
+    # 0 says "none" in some files.
+    window = hf.get("sliding_window") or None
+    if window is not None:
+        _count(window, f"{hf.name}: 'sliding_window'")
     if family.windows == "all":
         return (window,) * num_layers
     if family.windows == "none" or not hf.get("use_sliding_window", False) or window is None:

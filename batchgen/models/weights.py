@@ -14,6 +14,8 @@ from batchgen.models.decoder import Decoder
 # Buffers that old checkpoints carry and that are computed here.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 
 
@@ -78,7 +80,7 @@ def load_weights(model: Decoder, source: WeightSource, transforms: Sequence[Tran
         transforms: applied in order to every tensor.
 
     Raises:
-        WeightsError: tensors are missing, left over or of the wrong shape; names them.
+        WeightsError: tensors are missing, left over, of the wrong shape or not finite; names them.
     """
     targets = model.weight_targets()
     names = _checked_names(model, source)
@@ -95,12 +97,25 @@ def load_weights(model: Decoder, source: WeightSource, transforms: Sequence[Tran
             module, _, parameter = name.rpartition(".")
             target, part = targets[module]
             tensor = source.read(name)
+            _check_finite(name, tensor, source)
             for transform in transforms:
                 tensor = transform(name, tensor, source.read)
             try:
                 target.load(part, parameter, tensor)
             except WeightsError as error:
                 raise WeightsError(f"{source.where}: {name}: {error}") from error
+
+
+def _check_finite(name: str, tensor: Tensor, source: WeightSource) -> None:
+    """A single NaN would turn every text into the same token, with no other sign of it."""
+    if tensor.dtype not in _FLOATS or bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+        return
+    num_bad = int((~torch.isfinite(tensor)).sum())
+    if num_bad:  # else only the sum was too large
+        raise WeightsError(
+            f"{source.where}: {name}: {num_bad} of {tensor.numel()} values are NaN or infinite; the "
+            f"checkpoint is damaged"
+        )
 
 
 def _checked_names(model: Decoder, source: WeightSource) -> list[str]:
@@ -147,9 +162,9 @@ def _safetensors_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             weight_map: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            files = [folder / name for name in sorted(set(weight_map.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{index}: not a safetensors index ({error})") from error
-        files = [folder / name for name in sorted(set(weight_map.values()))]
         absent = [file.name for file in files if not file.is_file()]
         if absent:
             raise WeightsError(f"{folder}: the index names files that are not there: {_listed(absent)}")

@@ -54,6 +54,11 @@ class Unquantized(LinearMethod):
                 f"{shape.name}, part {part}: {parameter} has shape {list(tensor.shape)}, "
                 f"the model needs {list(expected)}"
             )
+        if not tensor.is_floating_point():
+            raise WeightsError(
+                f"{shape.name}, part {part}: {parameter} is stored as {tensor.dtype}; a quantized checkpoint "
+                f"must say so in its config.json (quantization_config)"
+            )
         whole = (shape.out_features, *expected[1:])
         if len(shape.part_sizes) == 1 and tensor.dtype == self.dtype and tensor.device == self.device:
             filled = tensor

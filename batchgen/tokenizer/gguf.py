@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from batchgen.errors import ModelError, UnsupportedModelError
+from batchgen.errors import BatchgenError, ModelError, UnsupportedModelError
 from batchgen.models.gguf_file import GGUFFile
 from batchgen.tokenizer import pre_tokenizer_patterns as patterns
 
@@ -24,8 +24,20 @@ def build_from_gguf(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
 
     Raises:
         UnsupportedModelError: a kind of tokenizer, or a way of splitting words, that is not built.
-        ModelError: the vocabulary or its merges are missing.
+        ModelError: the vocabulary or its merges are missing or damaged.
     """
+    try:
+        return _build(file)
+    except BatchgenError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare ones for merges that fit no token
+        raise ModelError(
+            f"{file.path.name}: the tokenizer in the GGUF file is damaged ({error}); give the original model "
+            f"as `tokenizer`"
+        ) from error
+
+
+def _build(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     kind = file.get("tokenizer.ggml.model")
     if kind not in _BUILDERS:
         raise UnsupportedModelError(

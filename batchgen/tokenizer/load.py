@@ -63,10 +63,13 @@ def _from_gguf(place: ModelLocation, template: str | None) -> Tokenizer:
 def _from_folder(place: ModelLocation, template: str | None) -> Tokenizer:
     from transformers import AutoTokenizer
 
+    place.read_json(
+        "config.json"
+    )  # AutoTokenizer reads it too, and would lay its damage at the tokenizer's door
     try:
         loaded = AutoTokenizer.from_pretrained(place.path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # a damaged tokenizer.json raises a bare one
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
             f"{place.name!r} has no tokenizer that can be loaded ({reason}); name one with `tokenizer`"
         ) from error

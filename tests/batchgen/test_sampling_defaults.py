@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.errors import ConfigError, UnknownNameError
+from batchgen.errors import ConfigError, ModelError, UnknownNameError
 from batchgen.models.location import resolve_model
 from batchgen.sampling_defaults import effective_params, generation_defaults
 
@@ -61,6 +61,13 @@ def test_a_models_bad_default_is_laid_at_its_door() -> None:
     with pytest.raises(ConfigError, match=r"the model's generation_config\.json: .*'top_p'"):
         effective_params({}, {"top_p": 7})
     assert effective_params({"top_p": 0.5}, {"top_p": 7})[0].top_p == 0.5
+
+
+def test_ids_that_end_a_text(tmp_path: Path) -> None:
+    assert defaults(tmp_path, eos_token_id=[2, -1])["eos_token_id"] == [2]
+    for value in ("</s>", [1, None], True):
+        with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id must be a token id"):
+            defaults(tmp_path, eos_token_id=value)
 
 
 def test_a_jobs_mistakes_stay_its_own() -> None:

@@ -75,6 +75,25 @@ def test_a_missing_key_is_named(key: str) -> None:
         ModelConfig.from_hf(data, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_key_value_heads": "x"}, "num_kv_heads must be a whole number"),
+        ({"head_dim": "16"}, "wrong kind|head_dim"),
+        ({"max_position_embeddings": -5}, "max_len must be a whole number"),
+        ({"rms_norm_eps": "x"}, "config.json: a value of the wrong kind"),
+        ({"rope_parameters": [1]}, "config.json: a value of the wrong kind"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope theta must be a number above 0; got nan"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope factor must be a number above 0"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "x"}, "'sliding_window' must be"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_an_error_of_ours(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_hf({**LLAMA, **keys})
+
+
 class TestWindows:
     """An absent key means the family's own default; null means none."""
 

@@ -46,6 +46,33 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path, decoder: 
         decoder(folder)
 
 
+def test_numbers_that_are_none_are_refused(tmp_path: Path, decoder: Any) -> None:
+    key = "model.layers.0.self_attn.q_proj.weight"
+    folder = write_folder(tiny_model(), tmp_path)
+    change(folder, lambda t: t[key].view(-1)[5:7].fill_(float("nan")))
+    with pytest.raises(WeightsError, match=f"{key}: 2 of 6912 values are NaN or infinite"):
+        decoder(folder)
+    # A sum that overflows is no fault.
+    change(folder, lambda t: t[key].fill_(1e36))
+    decoder(folder)
+
+
+def test_integers_are_refused_where_no_scheme_is_named(tmp_path: Path, decoder: Any) -> None:
+    key = "model.layers.0.self_attn.q_proj.weight"
+    folder = write_folder(tiny_model(), tmp_path)
+    change(folder, lambda t: t.update({key: t[key].to(torch.int8)}))
+    with pytest.raises(WeightsError, match=r"stored as torch.int8.*quantization_config"):
+        decoder(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"weight_map": [1]}', '{"weight_map": {"a": 5}}'])
+def test_a_damaged_index_is_named(content: str, tmp_path: Path, decoder: Any) -> None:
+    folder = write_folder(tiny_model(), tmp_path)
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(WeightsError, match="not a safetensors index"):
+        decoder(folder)
+
+
 def test_a_bias_that_the_config_does_not_announce_is_refused(tmp_path: Path, decoder: Any) -> None:
     folder = write_folder(tiny_model(attention_bias=True), tmp_path)
     change(folder, lambda t: None, attention_bias=False)

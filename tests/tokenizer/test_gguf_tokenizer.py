@@ -204,6 +204,33 @@ def test_ids_that_only_pad_the_vocabulary_are_no_tokens(write_vocabulary: Callab
     assert load_tokenizer(str(path)).vocab_size == 257
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("gpt2", {"token_merges": ["ab"]}),
+        ("gpt2", {"token_merges": ["x y"]}),
+        ("gpt2", {"bos_token_id": 99, "add_bos_token": True, "token_merges": ["a b"]}),
+        ("llama", {}),
+        ("llama", {"token_scores": [0.0, 0.0, 0.0], "unk_token_id": 99}),
+    ],
+)
+def test_a_damaged_vocabulary_is_an_error_of_ours(
+    kind: str, keys: dict[str, object], write_vocabulary: Callable[..., Path]
+) -> None:
+    if kind == "gpt2":
+        keys = {"tokenizer_pre": "gpt-2", **keys}
+    path = write_vocabulary(kind, ["a", "b", "ab"], [1, 1, 1], **keys)
+    with pytest.raises(ModelError, match=r"vocabulary\.gguf: the tokenizer in the GGUF file is damaged"):
+        load_tokenizer(str(path))
+
+
+def test_text_that_is_no_utf8_is_an_error_of_ours(write_vocabulary: Callable[..., Path]) -> None:
+    path = write_vocabulary("gpt2", ["qqq", "a"], [1, 1], tokenizer_pre="gpt-2", token_merges=["a a"])
+    path.write_bytes(path.read_bytes().replace(b"qqq", b"q\xffq"))
+    with pytest.raises(ModelError, match=r"damaged GGUF file: tokenizer\.ggml\.tokens"):
+        load_tokenizer(str(path))
+
+
 def test_what_is_not_built_is_refused_by_name(write_vocabulary: Callable[..., Path]) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     with pytest.raises(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import ConfigError
+from batchgen.errors import ConfigError, ModelError
 from batchgen.tiny_models import write_tokenizer
 from batchgen.tokenizer import Tokenizer, load_tokenizer
 from batchgen.tokenizer.guard import ControlTextGuard, unguard
@@ -59,6 +59,23 @@ def test_another_tokenizer_in_place_of_the_models(folder: Path) -> None:
 def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"no tokenizer that can be loaded.*`tokenizer`"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("tokenizer.json", ConfigError, "no tokenizer that can be loaded"),
+        ("config.json", ModelError, r"config\.json: not valid JSON"),
+    ],
+)
+def test_damaged_files_are_errors_of_ours(
+    name: str, error: type[Exception], message: str, folder: Path, tmp_path: Path
+) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_text('{"model": {"type": "BPE", "vocab": {}, "merges": ["a b"]}}' * 2)
+    with pytest.raises(error, match=message):
         load_tokenizer(str(tmp_path))
 
 
