@@ -47,7 +47,7 @@ def plan_blocks(
         on_cpu: whether blocks live in host memory; then `gpu_memory_utilization` has no say.
 
     Raises:
-        CapacityError: not even one block fits.
+        CapacityError: not even one block fits, or not all that were asked for.
     """
 
     def plan(blocks: int, reason: str) -> PoolPlan:
@@ -55,8 +55,17 @@ def plan_blocks(
         text = f"{reason}: {tokens} tokens, {blocks * block_bytes / 2**20:.0f} MiB"
         return PoolPlan(blocks, Decision("num_blocks", blocks, text))
 
+    def given(blocks: int, name: str) -> PoolPlan:
+        # On a CPU pages are taken when they are first written: too large a pool would end a job hours later.
+        if blocks * block_bytes > free_bytes:
+            raise CapacityError(
+                f"{name} asks for {blocks * block_bytes / 2**20:.0f} MiB of KV blocks, but only "
+                f"{free_bytes / 2**20:.0f} MiB of memory are free; give less"
+            )
+        return plan(blocks, name)
+
     if cache.num_gpu_blocks_override is not None:
-        return plan(cache.num_gpu_blocks_override, "num_gpu_blocks_override")
+        return given(cache.num_gpu_blocks_override, "num_gpu_blocks_override")
     if cache.kv_cache_memory_bytes is not None:
         blocks = cache.kv_cache_memory_bytes // block_bytes
         if blocks < 1:
@@ -64,7 +73,7 @@ def plan_blocks(
                 f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} does not hold one block of "
                 f"{cache.block_size} tokens ({block_bytes} bytes); give more"
             )
-        return plan(blocks, "kv_cache_memory_bytes")
+        return given(blocks, "kv_cache_memory_bytes")
     share = CPU_SHARE if on_cpu else cache.gpu_memory_utilization
     blocks_per_seq = -(-max_model_len // cache.block_size)
     most = max_num_seqs * blocks_per_seq

@@ -64,6 +64,13 @@ def test_too_little_is_an_error_that_says_what_to_do() -> None:
         plan(free=BLOCK)
 
 
+def test_more_than_the_machine_has_is_refused_before_it_kills_a_job() -> None:
+    for given in ({"num_gpu_blocks_override": 11}, {"kv_cache_memory_bytes": 11 * BLOCK}):
+        with pytest.raises(CapacityError, match=f"{next(iter(given))} asks for .* are free; give less"):
+            plan(free=10 * BLOCK, **given)
+    assert plan(free=10 * BLOCK, num_gpu_blocks_override=10).num_blocks == 10
+
+
 def test_memory_and_cpus_of_a_container(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_CGROUP", tmp_path)
     whole = device.available_memory()
