@@ -65,7 +65,8 @@ def prepare(spec: JobSpec, stored: Manifest | None = None) -> PreparedJob:
         ConfigError: the model is not there, a sampling parameter is wrong, a column has a name of ours.
     """
     config = spec.engine_config()
-    tokenizer, model_identity, defaults = _open_model(config)
+    with spec.placing_errors("model"):
+        tokenizer, model_identity, defaults = _open_model(config)
     params, origins = _sampling(spec, defaults)
     with spec.placing_errors():
         source = open_source(spec.input, spec.base_dir, None if stored is None else stored.source)

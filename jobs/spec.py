@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from batchgen.config import EngineConfig
-from batchgen.errors import ConfigError, InputError, TemplateError
+from batchgen.errors import ConfigError, InputError, ModelError, TemplateError
 from batchgen.jobs.field_types import Int
 from batchgen.jobs.output_folder import check_writable
 from batchgen.jobs.section import refuse
@@ -126,19 +126,22 @@ class JobSpec(BaseModel):
             raise ConfigError(f"chat template file {path}: {error}") from None
 
     @contextmanager
-    def placing_errors(self) -> Iterator[None]:
-        """Within it, an error about input or prompt gets the job file's name and line put before it.
+    def placing_errors(self, section: str = "input") -> Iterator[None]:
+        """Within it, an error about what the job file names gets the file's name and line put before it.
+
+        Args:
+            section: whose line it is when the error names no key; of an error about a template, the prompt's.
 
         Raises:
-            InputError, ConfigError: what was raised inside, with the place.
+            InputError, ConfigError, ModelError: what was raised inside, with the place.
         """
         try:
             yield
-        except InputError as error:
-            section = "prompt" if isinstance(error, TemplateError) else "input"
+        except (InputError, ModelError) as error:
+            section = "prompt" if isinstance(error, TemplateError) else section
             raise type(error)(self._with_place(str(error), section)) from error
         except ConfigError as error:
-            raise ConfigError(self._with_place(str(error), "input")) from error
+            raise ConfigError(self._with_place(str(error), section)) from error
 
     def _with_place(self, message: str, section: str) -> str:
         named = _KEY.match(message)
@@ -198,7 +201,8 @@ def _override(document: YamlDocument, override: str) -> None:
         raise ConfigError(
             f"{error}; the value is YAML: put quotes inside ('\"...\"') if it is text"
         ) from None
-    document.put(("model", "path") if path == ("model",) else path, value, place)
+    is_bare_model = path == ("model",) and not isinstance(value.data, dict)
+    document.put(("model", "path") if is_bare_model else path, value, place)
 
 
 def _build(

@@ -18,6 +18,8 @@ _TAG = "tag:yaml.org,2002:"
 _TEXT_TAGS = frozenset({_TAG + "str", _TAG + "timestamp"})
 _NUMBER_TAGS = frozenset({_TAG + "int", _TAG + "float"})
 _CONSTANT_TAGS = frozenset({_TAG + "bool", _TAG + "null"})
+# What the parser says of `model: echo:`, for one.
+_COLON = "mapping values are not allowed here"
 _OLD_VERSION = re.compile(r"^%YAML\s+(?!1\.2\b)", re.MULTILINE)
 
 
@@ -103,7 +105,8 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}" if mark else name
-        raise ConfigError(f"{place}: {error.problem or error.context}") from None
+        hint = "; text that holds a colon needs quotes" if error.problem == _COLON else ""
+        raise ConfigError(f"{place}: {error.problem or error.context}{hint}") from None
     except YAMLError as error:
         raise ConfigError(f"{name}: {str(error).strip().splitlines()[0]}") from None
     return document

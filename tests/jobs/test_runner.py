@@ -17,6 +17,7 @@ from batchgen.jobs.atomic import Disk
 from batchgen.jobs.control import send_command
 from batchgen.jobs.events import read_events
 from batchgen.jobs.layout import OutputFolder
+from batchgen.jobs.lock import holder
 from batchgen.jobs.progress import ProgressState
 from batchgen.jobs.runner import run
 from batchgen.jobs.spec import JobSpec
@@ -374,7 +375,7 @@ def test_status_while_the_first_run_loads_its_model(source: Path, tmp_path: Path
     stop = StopFlag()
     thread, _ = in_background(job(source, model="echo:?load_s=0.5"), stop)
     try:
-        eventually(lambda: (tmp_path / "out" / ".batchgen" / "lock").exists())
+        eventually(lambda: holder(tmp_path / "out" / ".batchgen" / "lock"))
         found = status(tmp_path / "out")
     finally:
         thread.join()
@@ -386,6 +387,7 @@ def test_an_empty_source(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
     summary = go(job(path))
     assert (summary.rows_done, summary.rows_total, summary.exit_code) == (0, 0, 0)
+    assert summary.lines() == ["the input has no rows: there is nothing to do and nothing to write"]
 
 
 def test_what_is_wrong_is_found_before_the_engine_starts(

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from batchgen.config import engine_arg_homes
-from batchgen.errors import ConfigError, InputError, SourceError, TemplateError
+from batchgen.errors import ConfigError, InputError, ModelError, SourceError, TemplateError
+from batchgen.jobs.prepare import prepare
 from batchgen.jobs.settings_sections import MOVED_ENGINE_KEYS, EngineSpec, SamplingSpec
 from batchgen.jobs.spec import JobSpec, load_spec
 from batchgen.sampling_params import SamplingParams
@@ -216,6 +217,27 @@ def test_overrides_win_over_the_file_and_later_over_earlier(tmp_path):
     assert (spec.model.path, spec.model.revision) == ("some/model", "v1")
     assert (spec.limit, spec.output_dir) == (3, tmp_path / "elsewhere")
     assert load_spec(write(tmp_path), overrides=["model=another"]).model.path == "another"
+
+
+def test_the_model_is_overridden_by_its_name_or_by_a_mapping(tmp_path):
+    path = write(tmp_path)
+    for override in ("model=echo:?batch=2", 'model={path: "echo:?batch=2", revision: null}'):
+        assert load_spec(path, overrides=[override]).model.path == "echo:?batch=2"
+
+
+def test_text_with_a_colon_is_to_be_quoted(tmp_path):
+    found = mistakes(tmp_path, JOB.replace("model: some/model", "model: echo:"))
+    assert found == ["job.yaml:1: mapping values are not allowed here; text that holds a colon needs quotes"]
+
+
+def test_an_error_about_the_model_gets_its_line(tmp_path):
+    spec = load_spec(write(tmp_path))
+    for kind in (ModelError, ConfigError):
+        with pytest.raises(kind, match=r"job\.yaml:1: no such model"), spec.placing_errors("model"):
+            raise kind("no such model")
+    other = load_spec(write(tmp_path, JOB.replace("some/model", '"echo:?bad=1"')))
+    with pytest.raises(ConfigError, match=r"job\.yaml:1: .*unknown echo option 'bad'"):
+        prepare(other)
 
 
 def test_an_output_given_on_the_command_line_starts_from_the_working_folder(tmp_path, monkeypatch):
