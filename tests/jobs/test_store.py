@@ -14,6 +14,7 @@ from batchgen.jobs.columns import SURROGATES_REPLACED, OutputColumns
 from batchgen.jobs.journal import Journal
 from batchgen.jobs.layout import OutputFolder
 from batchgen.jobs.row import Row, RowPosition, RowResult, Sample, SourceBatch
+from batchgen.jobs.shards import Sidecar
 from batchgen.jobs.store import ShardStore
 from batchgen.jobs.tally import Tally
 from batchgen.outputs import FailureCode, RowFailure
@@ -425,6 +426,23 @@ def test_columns_that_wait_for_a_commit_are_bounded_too(tmp_path: Path) -> None:
     assert store.num_pending <= 16
     store.commit()
     assert not store.is_full and store.num_pending == 0
+
+
+def test_rows_that_are_sealed_while_the_reader_asks_for_them_are_done(tmp_path: Path) -> None:
+    store = ShardStore(open_folder(tmp_path), COLUMNS, SHARD_ROWS)
+    for row in source_rows(SHARD_ROWS):
+        store.append(result_of(row))
+
+    class SealedMeanwhile(dict[int, Sidecar]):
+        def __contains__(self, shard: object) -> bool:
+            found = super().__contains__(shard)
+            if not found and store.num_pending:
+                store.commit()
+            return found
+
+    store._sealed = SealedMeanwhile()
+    assert len(store.undone(0, SHARD_ROWS)) == 0
+    assert store.num_sealed == 1
 
 
 def test_a_full_disk_names_the_path_and_keeps_what_is_committed(tmp_path: Path) -> None:
