@@ -49,7 +49,7 @@ def start(make_config: Any) -> Iterator[Callable[..., ChildClient]]:
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone, before the read or in it
         return False
 
 

@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "worker": (*BASE, *MODEL_PARTS, "tokenizer", "engine.scheduler_output", "engine.messages"),
     "engine": (*BASE, "kernels.kv", "worker", "tokenizer", "echo"),
     "byte_tokenizer": (*BASE, "tokenizer"),
+    "prompt_forms": (*BASE, "engine.messages"),
     "echo": (*BASE, "engine", "tokenizer", "byte_tokenizer"),
     "counting": (*BASE, "engine.scheduler_output", "worker.executor"),
     "tiny_models": (*BASE, *MODEL_PARTS, "tokenizer"),
