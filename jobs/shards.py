@@ -1,7 +1,7 @@
 """Shards: output files sealed from the journal, described by sidecars, held against them by content."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,8 @@ from batchgen.jobs.tally import Tally
 
 # Rows in a record batch of a shard: fixed, so that a shard's bytes depend on nothing but its rows.
 BATCH_ROWS = 1024
+# A stretch of more bytes is halved: in a batch a column of texts holds at most 2 GiB, and memory is bounded.
+_MAX_BATCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +126,10 @@ class ShardFolder:
         with self._disk.create(temporary) as file, pa.ipc.new_stream(file.stream, schema) as writer:
             for pieces in stretches:
                 stop = min(first + BATCH_ROWS, shard_range.stop_row)
-                batch = self._ordered(pieces, first, stop)
-                writer.write_batch(batch)
-                tally.count_batch(batch, self._columns)
-                sources.add(*self._positions(batch))
+                for batch in self._batches(pieces, first, stop):
+                    writer.write_batch(batch)
+                    tally.count_batch(batch, self._columns)
+                    sources.add(*self._positions(batch))
                 first = stop
         sidecar = Sidecar(
             shard=shard_range.shard,
@@ -172,6 +174,17 @@ class ShardFolder:
         for other, older, path in self._folder.sidecar_files():
             if other == shard and older < generation:
                 self._disk.remove(path)
+
+    def _batches(self, pieces: Sequence[pa.RecordBatch], first: int, stop: int) -> Iterator[pa.RecordBatch]:
+        """The rows in order, as one batch or, where that would be too large, as several."""
+        middle = (first + stop) // 2
+        if middle == first or sum(piece.nbytes for piece in pieces) <= _MAX_BATCH_BYTES:
+            yield self._ordered(pieces, first, stop)
+            return
+        cuts = [int(np.searchsorted(piece.column(self._columns.row_index), middle)) for piece in pieces]
+        halves = [(piece.slice(0, cut), piece.slice(cut)) for piece, cut in zip(pieces, cuts, strict=True)]
+        yield from self._batches([low for low, _ in halves], first, middle)
+        yield from self._batches([high for _, high in halves], middle, stop)
 
     def _ordered(self, pieces: Sequence[pa.RecordBatch], first: int, stop: int) -> pa.RecordBatch:
         """The rows in order, the first copy of each."""

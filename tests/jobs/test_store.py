@@ -428,6 +428,18 @@ def test_columns_that_wait_for_a_commit_are_bounded_too(tmp_path: Path) -> None:
     assert not store.is_full and store.num_pending == 0
 
 
+def test_a_batch_of_large_rows_is_cut_for_texts_hold_two_gigabytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchgen.jobs.shards._MAX_BATCH_BYTES", 1)
+    write_all(tmp_path / "cut", out_of_order(source_rows(25)))
+    monkeypatch.undo()
+    write_all(tmp_path / "whole", out_of_order(source_rows(25)))
+    assert table(tmp_path / "cut").to_pylist() == table(tmp_path / "whole").to_pylist()
+    with pa.ipc.open_stream((tmp_path / "cut" / "data-00000.arrow").read_bytes()) as reader:
+        assert [batch.num_rows for batch in reader] == [1] * SHARD_ROWS
+
+
 def test_rows_that_are_sealed_while_the_reader_asks_for_them_are_done(tmp_path: Path) -> None:
     store = ShardStore(open_folder(tmp_path), COLUMNS, SHARD_ROWS)
     for row in source_rows(SHARD_ROWS):
