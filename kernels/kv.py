@@ -1,5 +1,6 @@
 """KVCacheSpec, LayerKV and AttentionMeta: what the KV cache of a layer is, and how a batch reads it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,12 @@ class KVCacheSpec:
     def block_bytes(self) -> int:
         """Bytes of one block of one layer, keys and values, without a backend's padding."""
         return 2 * self.num_kv_heads * self.head_dim * self.block_size * DTYPE_BYTES[self.dtype]
+
+
+def kv_groups(specs: Sequence[KVCacheSpec]) -> list[int]:
+    """The group of each layer: layers of equal spec share one; groups are numbered as they come."""
+    numbers: dict[KVCacheSpec, int] = {}
+    return [numbers.setdefault(spec, len(numbers)) for spec in specs]
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV, kv_groups
 from batchgen.kernels.ops import Kernels
 from batchgen.layers.embedding import Embedding
 from batchgen.layers.linear import LMHead, MergedLinear, QKVLinear, RowLinear
@@ -38,7 +38,10 @@ class WeightTarget(Protocol):
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """Weights and cache of one layer; `window` None sees all positions, `rotary` None rotates nothing."""
+    """Weights and cache of one layer; `window` None sees all positions, `rotary` None rotates nothing.
+
+    `group` is that of its cache: which block tables are its own.
+    """
 
     input_norm: RMSNorm
     qkv: Linear
@@ -51,6 +54,7 @@ class DecoderLayer:
     query_norm: RMSNorm | None = None
     key_norm: RMSNorm | None = None
     kv: LayerKV | None = field(default=None, repr=False)
+    group: int = 0
 
 
 class Decoder:
@@ -115,6 +119,8 @@ class Decoder:
         self.kv_specs = [
             KVCacheSpec(qkv.num_kv_heads, c.head_dim, block_size, dtype) for _ in range(c.num_layers)
         ]
+        for layer, group in zip(self.layers, kv_groups(self.kv_specs), strict=True):
+            layer.group = group
 
     def weight_targets(self) -> dict[str, tuple[WeightTarget, int]]:
         """Module name in a Hugging Face checkpoint -> what takes its tensors, and as which fused part."""
@@ -141,7 +147,7 @@ class Decoder:
         self,
         token_ids: Tensor | None,
         positions: Tensor,
-        meta: AttentionMeta,
+        metas: Sequence[AttentionMeta],
         *,
         inputs_embeds: Tensor | None = None,
         rows: Tensor | None = None,
@@ -151,7 +157,7 @@ class Decoder:
         Args:
             token_ids: [T] int64, or None with `inputs_embeds`.
             positions: [T] int64, or [rows, T] for models that have several.
-            meta: how the batch reads and writes the cache.
+            metas: how the batch reads and writes the cache, for each group of layers.
             inputs_embeds: [T, E], in place of the embedding's rows.
             rows: [R] int64, the tokens whose hidden state is wanted; None for all. What only the others need
                 is not computed.
@@ -165,7 +171,7 @@ class Decoder:
         normed = self.layers[0].input_norm(residual, work.normed)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            attended = self._attend(layer, normed, positions, meta, work)
+            attended = self._attend(layer, normed, positions, metas[layer.group], work)
             if index == last and rows is not None:
                 attended, residual = attended[rows], residual[rows]
                 work = self._workspace.activations(rows.shape[0])

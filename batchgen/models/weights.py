@@ -1,7 +1,7 @@
 """load_weights: tensors of a checkpoint, streamed one by one straight into a model's layers."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from batchgen.errors import WeightsError
 from batchgen.models.decoder import Decoder
+from batchgen.quantization.base import Transform
 
 # Buffers that old checkpoints carry and that are computed here.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -32,10 +33,6 @@ class WeightSource(Protocol):
 
     def read(self, name: str) -> Tensor:
         """One tensor, in the file's dtype or dequantized. It may be a view of the file."""
-
-
-# Rewrites a tensor on its way into the model: (name, tensor, read another tensor by name) -> tensor.
-Transform = Callable[[str, Tensor, Callable[[str], Tensor]], Tensor]
 
 
 class SafetensorsSource:

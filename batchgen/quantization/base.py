@@ -1,7 +1,7 @@
 """LinearMethod: what a linear layer asks of a way to store and multiply weights; and the registry of ways."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ class Scaled:
 
 
 Activation = Tensor | Scaled
+
+# Rewrites a tensor on its way into the model: (name, tensor, read another tensor by name) -> tensor.
+Transform = Callable[[str, Tensor, Callable[[str], Tensor]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,10 @@ class LinearMethod(ABC):
     def rows(self, weights: Any, ids: Tensor) -> Tensor:
         """Rows of the weight as floats: ids [T] int64 -> [T, K]; for an embedding tied to a head."""
         raise UnsupportedModelError(f"{type(self).__name__} cannot serve an embedding tied to the head")
+
+    def transforms(self) -> Sequence[Transform]:
+        """Rewrites of neighbouring weights that the method wants before it takes them, such as a rotation."""
+        return ()
 
 
 # By the checkpoint's own `quant_method`; "none" is float weights.

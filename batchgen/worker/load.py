@@ -86,7 +86,7 @@ def load_executor(config: EngineConfig) -> Executor:
         block_size=config.cache.block_size,
         rope_divisors=source.rope_divisors() if isinstance(source, GGUFSource) else None,
     )  # fmt: skip
-    load_weights(model, source)
+    load_weights(model, source, method.transforms())
     log.info("weights of %s loaded in %.1f s", location.name, time.perf_counter() - begin)
     max_num_seqs = decisions.decide(
         "max_num_seqs", config.scheduler.max_num_seqs,
@@ -120,7 +120,7 @@ def load_executor(config: EngineConfig) -> Executor:
         vocab_size=shape.vocab_size,
         eos_token_ids=tuple(index for index in ends if index < shape.vocab_size),
         num_blocks=plan.num_blocks,
-        num_groups=1,
+        num_groups=1 + max(layer.group for layer in model.layers),
         decisions=tuple(str(decision) for decision in decisions.made),
         resolved=resolved.to_engine_args(),
         environment=environment(device, dtype, backends),

@@ -61,7 +61,7 @@ class ModelRunner:
             device=model.device,
             newest=self._newest,
         )
-        hidden = model.forward(batch.token_ids, batch.positions, batch.metas[0], rows=batch.logit_rows)
+        hidden = model.forward(batch.token_ids, batch.positions, batch.metas, rows=batch.logit_rows)
         tokens = self._draw(model, hidden, batch)
         self._newest = {row.slot: token for row, token in zip(batch.samples, tokens, strict=True)}
         return StepResult(step.step, tokens)

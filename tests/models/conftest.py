@@ -66,7 +66,7 @@ def run_plan(
                 done[index] += count
         step = SchedulerOutput(number, tuple(scheduled))
         batch = build_batch(step, block_size=BLOCK_SIZE, num_groups=1, device=model.device, newest={})
-        logits = model.logits(model.forward(batch.token_ids, batch.positions, batch.metas[0])).clone()
+        logits = model.logits(model.forward(batch.token_ids, batch.positions, batch.metas)).clone()
         parts = logits.split([len(sequence.token_ids) for sequence in scheduled])
         for sequence, part in zip(scheduled, parts, strict=True):
             found[sequence.seq_id].append(part)

@@ -82,7 +82,28 @@ def run_step(model: Decoder, ids: list[int], **arguments: Any) -> torch.Tensor:
     batch = build_batch(step, block_size=16, num_groups=1, device=model.device, newest={})
     positions = arguments.pop("positions", batch.positions)
     token_ids = None if "inputs_embeds" in arguments else batch.token_ids
-    return model.logits(model.forward(token_ids, positions, batch.metas[0], **arguments)).clone()
+    return model.logits(model.forward(token_ids, positions, batch.metas, **arguments)).clone()
+
+
+def test_each_group_of_layers_reads_its_own_block_tables(
+    tmp_path: Path, decoder: Callable[..., Decoder]
+) -> None:
+    model = decoder(write_folder(tiny_model(), tmp_path), backend="cpu")
+    ids = PROMPTS[0]
+    plain = run_step(model, ids)
+    model.layers[1].group = 1
+
+    def logits(first: list[int], then: list[int]) -> torch.Tensor:
+        for start, stop, table in ((0, 20, first), (20, len(ids), then)):
+            scheduled = ScheduledSequence(0, ids[start:stop], start, ([4, 9, 2], table))
+            step = SchedulerOutput(0, (scheduled,))
+            batch = build_batch(step, block_size=16, num_groups=2, device=model.device, newest={})
+            last = model.logits(model.forward(batch.token_ids, batch.positions, batch.metas)).clone()
+        return last
+
+    # Written to one place and read from another: the second group's table is really its own.
+    assert not torch.equal(logits([8, 3, 11], [7, 3, 11]), plain[20:])
+    assert torch.equal(logits([7, 3, 11], [7, 3, 11]), plain[20:])
 
 
 def test_only_the_rows_that_are_asked_for(tmp_path: Path, decoder: Callable[..., Decoder]) -> None:
