@@ -53,6 +53,15 @@ def outgrown(sequence: Sequence, blocks: BlockManager) -> RowFailure:
     )
 
 
+def overflowed(sequence: Sequence) -> RowFailure:
+    """The failure of a sequence for whose next token the model gave no finite logit."""
+    return RowFailure(
+        FailureCode.ENGINE_ERROR,
+        f"the model's logits for generated token {sequence.num_generated + 1} are not finite; "
+        f"dtype: float32 may help",
+    )
+
+
 _MORE_MEMORY = (
     "Give the KV cache more memory (kv_cache_memory_bytes, gpu_memory_utilization or "
     "num_gpu_blocks_override), or lower max_tokens"

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from batchgen.engine.admission import outgrown, refusal, too_big
+from batchgen.engine.admission import outgrown, overflowed, refusal, too_big
 from batchgen.engine.block_manager import BlockCopy, BlockManager, Verdict
 from batchgen.engine.messages import EngineRequest, Limits, SampleOutput
 from batchgen.engine.metrics import Counters
@@ -146,7 +146,11 @@ class Scheduler:
             raise EngineError(f"step {result.step} drew {len(result.token_ids)} tokens; {len(rows)} were due")
         for sequence, token in zip(rows, result.token_ids, strict=True):
             sequence.num_placeholders -= 1
-            if sequence.state is not SequenceState.FINISHED:
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            if token is None:
+                self.table.finish(sequence, _ERROR, overflowed(sequence))
+            else:
                 self.table.accept(sequence, token)
         return self.table.take_outputs()
 

@@ -67,7 +67,10 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step drew: `token_ids[i]` belongs to the i-th SamplingRow of all sequences in order."""
+    """What a step drew: `token_ids[i]` belongs to the i-th SamplingRow of all sequences in order.
+
+    None stands where there was nothing to draw from: the model's numbers have overflowed.
+    """
 
     step: int
-    token_ids: list[int]
+    token_ids: list[int | None]

@@ -63,7 +63,7 @@ class ModelRunner:
         )
         hidden = model.forward(batch.token_ids, batch.positions, batch.metas, rows=batch.logit_rows)
         tokens = self._draw(model, hidden, batch)
-        self._newest = {row.slot: token for row, token in zip(batch.samples, tokens, strict=True)}
+        self._newest = {row.slot: token or 0 for row, token in zip(batch.samples, tokens, strict=True)}
         return StepResult(step.step, tokens)
 
     def shutdown(self) -> None:
@@ -72,7 +72,7 @@ class ModelRunner:
         self._caches.clear()
         self._newest.clear()
 
-    def _draw(self, model: Decoder, hidden: torch.Tensor, batch: InputBatch) -> list[int]:
+    def _draw(self, model: Decoder, hidden: torch.Tensor, batch: InputBatch) -> list[int | None]:
         if not batch.samples:
             return []
         logits = model.logits(hidden)

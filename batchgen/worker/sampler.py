@@ -39,8 +39,10 @@ class Sampler:
         # Fresh memory of this size would cost as much as the exponentials that fill it.
         self._weights: Floats = np.empty(vocab_size, dtype=np.float64)
 
-    def draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    def draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
         """One token per row; of equal logits the lowest id is taken by a greedy row.
+
+        None for a row that holds a NaN, or whose largest logit is infinite: there is nothing to draw from.
 
         Shapes: logits [R, V] on the CPU or a device; changed in place.
         """
@@ -51,12 +53,18 @@ class Sampler:
             if row.num_generated < row.params.min_tokens:
                 hold_back(logits[index], row.stop_ids)
         drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
-        tokens = _most_likely(logits)
+        best = _most_likely(logits)
+        # A NaN counts as the largest.
+        is_finite = logits[torch.arange(len(rows)), best].isfinite().tolist()
+        tokens: list[int | None] = [
+            token if fine else None for token, fine in zip(best, is_finite, strict=True)
+        ]
         if drawn:
             scores = (logits[drawn] if len(drawn) < len(rows) else logits).float().cpu().numpy()
             for values, index in zip(scores, drawn, strict=True):
-                key = rows[index].key
-                tokens[index] = _draw(values, tokens[index], rows[index].params, uniform(*key), self._weights)
+                if is_finite[index]:
+                    row = rows[index]
+                    tokens[index] = _draw(values, best[index], row.params, uniform(*row.key), self._weights)
         return tokens
 
 
@@ -78,8 +86,6 @@ def _draw(
     `buffer` [V or more] is written over.
     """
     top = scores[best]
-    if not np.isfinite(top):
-        return best
     ids: Ids | None = None
     if 0 < params.top_k < scores.shape[0]:
         ids = np.flatnonzero(scores >= _kth_largest(scores, params.top_k))

@@ -51,6 +51,23 @@ def test_prefill_chunks_and_decodes_share_one_budget(
     assert [each.samples[0].num_generated for each in step.sequences] == [2, 0]
 
 
+def test_a_sequence_whose_numbers_overflow_ends_alone_with_what_it_has(
+    make_scheduler: MakeScheduler, make_request: MakeRequest, execute: Execute
+) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("sick", [1, 2], max_tokens=9))
+    scheduler.add(make_request("well", [3, 4], max_tokens=2))
+    told = scheduler.update(execute(scheduler.schedule()))
+    assert [len(unpack_ids(each.token_ids)) for each in told] == [1, 1]
+    step = scheduler.schedule()
+    sick, well = scheduler.update(StepResult(step.step, [None, 7]))
+    assert sick.finish_reason == "error" and unpack_ids(sick.token_ids) == []
+    assert sick.error is not None and sick.error.code is FailureCode.ENGINE_ERROR
+    assert "token 2 are not finite" in sick.error.message
+    assert well.finish_reason == "length" and well.error is None
+    assert not scheduler.has_work and scheduler.blocks.pool.num_free == scheduler.blocks.num_blocks
+
+
 def test_max_num_seqs_and_the_order_of_arrival_hold(
     make_scheduler: MakeScheduler, make_request: MakeRequest, execute: Execute
 ) -> None:

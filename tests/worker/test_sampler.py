@@ -26,7 +26,7 @@ def row(
     return SamplingRow(0, SamplingParams(**params), key, generated, frozenset(stop_ids))
 
 
-def draw(values: Tensor, rows: list[SamplingRow], vocab_size: int | None = None) -> list[int]:
+def draw(values: Tensor, rows: list[SamplingRow], vocab_size: int | None = None) -> list[int | None]:
     return Sampler(vocab_size or values.shape[1]).draw(values.clone(), rows)
 
 
@@ -48,6 +48,16 @@ class TestGreedy:
         values = torch.zeros(1, VOCAB, dtype=dtype)
         values[0, [500, 3]] = 1.0
         assert draw(values, [row(temperature=0)]) == [3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_numbers_overflowed_draws_nothing_and_its_neighbours_go_on(temperature: float) -> None:
+    values = logits(4)
+    clean = draw(values, [row(temperature=temperature)] * 4)
+    values[1, 700] = float("nan")
+    values[2, 3] = float("inf")
+    drawn = draw(values, [row(temperature=temperature)] * 4)
+    assert drawn == [clean[0], None, None, clean[3]]
 
 
 def warped(values: Tensor, params: dict[str, Any]) -> np.ndarray:
@@ -201,7 +211,7 @@ def test_a_bias_moves_one_row() -> None:
 
 def test_everything_forbidden_is_no_crash() -> None:
     values = torch.full((1, 8), float("-inf"))
-    assert draw(values, [row(temperature=1.0)])[0] in range(8)
+    assert draw(values, [row(temperature=1.0)]) == [None]
 
 
 class TestRandomStream:
