@@ -51,8 +51,8 @@ def start_job_engine(
     return engine
 
 
-def first_manifest(job: PreparedJob, info: EngineInfo) -> Manifest:
-    """What a first run stores."""
+def first_manifest(job: PreparedJob, info: EngineInfo | None) -> Manifest:
+    """What a first run stores; without an engine (an input without rows) "auto" is left as it is."""
     return Manifest(
         source=job.source.identity(),
         num_rows=job.source.num_rows,
@@ -61,8 +61,8 @@ def first_manifest(job: PreparedJob, info: EngineInfo) -> Manifest:
         shard_rows=job.spec.output.shard_rows,
         fingerprint=job.fingerprint,
         sampling=job.sampling_with_origins(),
-        engine=json_form(dict(info.resolved)),
-        environment=json_form(dict(info.environment)),
+        engine=json_form(job.config.to_engine_args() if info is None else dict(info.resolved)),
+        environment={} if info is None else json_form(dict(info.environment)),
     )
 
 

@@ -105,6 +105,9 @@ class JobRunner:
             except Interrupted:
                 return self._stopped_early()
             if not has_rows:
+                if stored is None:
+                    # An input without rows: the engine, which decides what is "auto", is not needed.
+                    first_manifest(job, None).write(self._folder, self._disk)
                 return self._finished_before(store, reader)
             return self._run_rows(stack, job, stored, store, reader)
 

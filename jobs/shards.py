@@ -50,7 +50,8 @@ class Sidecar:
     @property
     def end(self) -> RowPosition:
         """The position after its last row, in the file of that row."""
-        file, first, count = self.sources[-1]
+        # Only the shard of an input without rows has no sources.
+        file, first, count = self.sources[-1] if self.sources else (0, 0, 0)
         return RowPosition(file=file, row=first + count, index=self.first_row + self.num_rows)
 
     def to_mapping(self) -> dict[str, Any]:

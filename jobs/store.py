@@ -134,13 +134,15 @@ class ShardStore:
         """There are no rows from this number on: the last row's shard is complete without more.
 
         If rows beyond are done (a limit below what an earlier run reached) no shard is ended short: its rows
-        stay in the journal until it is whole.
+        stay in the journal until it is whole. An input without rows gets one shard without rows.
         """
         reached = [shard.range.stop_row for shard in self._sealed.values()]
         reached += [
             shard.range.first_row + int(shard.done.nonzero()[0][-1]) + 1 for shard in self._open.values()
         ]
         self._end = num_rows if max(reached, default=0) <= num_rows else None
+        if self._end == 0 and not self._sealed:
+            self._open[0] = _OpenShard(ShardRange(0, 0, 0), np.zeros(0, bool))
 
     def commit(self) -> None:
         """Make the pending rows last, then seal every shard that has become complete."""
@@ -173,7 +175,8 @@ class ShardStore:
         for known in found.described:
             # A run that died between a shard's description and its name has its rows in the journal.
             num_undone = self._undone_in(known.shard, _rows(known)).size
-            if known.shard not in found.damaged and num_undone == len(known):
+            is_gone = known.shard not in self._sealed and known.shard not in found.damaged
+            if is_gone and num_undone == len(known):
                 path = self._folder.data_file(known.shard)
                 self._say(f"{path} is missing: its {len(known)} rows are done again")
         self._seal_complete()
@@ -257,7 +260,7 @@ class ShardStore:
         return ShardRange(opened.range.shard, opened.range.first_row, stop)
 
     def _is_complete(self, opened: _OpenShard) -> bool:
-        return 0 < len(self._range_now(opened)) <= opened.num_done
+        return len(self._range_now(opened)) <= opened.num_done
 
     def _seal(self, opened: _OpenShard) -> None:
         shard_range = self._range_now(opened)

@@ -80,7 +80,7 @@ class JobSummary:
             f"{self.rows_done:,}" if self.rows_total is None else f"{self.rows_done:,} of {self.rows_total:,}"
         )
         if self.rows_total == 0:
-            return "the input has no rows: there is nothing to do and nothing to write"
+            return f"the input has no rows: {self.output} holds an empty dataset"
         if self.was_finished:
             return f"{rows} rows were done before; there is nothing to do"
         took = f"{self.rows_now:,} of them in this run, {duration(self.elapsed_s)}"

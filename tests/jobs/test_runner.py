@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -382,12 +383,33 @@ def test_status_while_the_first_run_loads_its_model(source: Path, tmp_path: Path
     assert (found.state, found.rows_done, found.lines()[-1]) == ("running", 0, "now: loading")
 
 
-def test_an_empty_source(tmp_path: Path) -> None:
-    path = tmp_path / "in.parquet"
-    pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
-    summary = go(job(path))
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_an_empty_source_becomes_an_empty_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(engine_start_module, "start_engine", no_engine)
+    path, out = tmp_path / f"in.{suffix}", tmp_path / "out"
+    if suffix == "csv":
+        path.write_text("text\n")
+    else:
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    reporter = Silent()
+    summary = go(job(path), reporter=reporter)
     assert (summary.rows_done, summary.rows_total, summary.exit_code) == (0, 0, 0)
-    assert summary.lines() == ["the input has no rows: there is nothing to do and nothing to write"]
+    assert summary.lines() == [f"the input has no rows: {out} holds an empty dataset"]
+    written = datasets.load_from_disk(str(out))
+    assert written.num_rows == 0
+    assert written.column_names[:4] == ["row_index", "source_file", "source_row", "text"]
+    assert {"generated_text", "error"} <= set(written.column_names)
+    found = status(out)
+    assert (found.state, found.rows_done, found.rows_total, found.shards) == ("finished", 0, 0, 1)
+    before = visible(out)
+    assert set(before) == {"data-00000.arrow", "dataset_info.json", "state.json"}
+    assert go(job(path, limit=5), reporter=reporter).was_finished and visible(out) == before
+    assert reporter.lines == ["closed", "closed"]
+    (out / "data-00000.arrow").unlink()
+    assert go(job(path)).was_finished and visible(out) == before
+    assert go(job(path), restart=True).rows_total == 0 and visible(out) == before
 
 
 def test_what_is_wrong_is_found_before_the_engine_starts(
