@@ -63,7 +63,7 @@ def _by_split(value: Any) -> Any:
 class MessageSpec(Section):
     """One message of a conversation; the content is a template over columns."""
 
-    role: Annotated[Text, Field(min_length=1)]
+    role: Literal["system", "user", "assistant", "tool"]
     content: Text
 
 

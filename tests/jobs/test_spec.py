@@ -147,6 +147,11 @@ def test_each_mistake_is_named_with_its_line(tmp_path, broken, message):
         ("{messages: []}", "prompt.messages: must hold at least one message"),
         ("{messages: [{role: user}]}", "prompt.messages.0.content: missing"),
         (
+            "{messages: [{role: asistant, content: a}]}",
+            "prompt.messages.0.role: must be 'system', 'user', 'assistant' or 'tool'; got 'asistant'; "
+            "did you mean 'assistant'?",
+        ),
+        (
             "{messages: [{role: user, content: a, name: b}]}",
             "prompt.messages.0.name: unknown key",
         ),
