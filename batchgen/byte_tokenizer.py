@@ -2,11 +2,20 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchgen.tokenizer.chat import ChatTemplate
 
 _BOS, _EOS = 256, 257
 # A noncharacter that `guard` puts inside control-token text; doubled where the data itself holds it.
 _MARK = "\ufdd0"
+_CHAT = (
+    "{% for message in messages %}{{ '[' ~ message.role ~ ']\n' ~ message.content }}"
+    "{{ '\n\n' if add_generation_prompt or not loop.last }}{% endfor %}"
+    "{{ '[assistant]\n' if add_generation_prompt }}"
+)
 
 
 class ByteTokenizer:
@@ -61,12 +70,15 @@ class ByteTokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Each message as `[role]`, its content and a blank line."""
-        del chat_template, tools, kwargs
-        turns = [f"[{message['role']}]\n{message['content']}" for message in messages]
-        if continue_final_message:
-            return "\n\n".join(turns)
-        return "\n\n".join([*turns, "[assistant]\n"] if add_generation_prompt else turns)
+        """Each message as `[role]`, its content and a blank line; see `ChatTemplate.render`."""
+        del chat_template
+        return _chat().render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **kwargs,
+        )
 
     def decode(
         self,
@@ -90,6 +102,13 @@ class ByteTokenizer:
     def identity(self) -> dict[str, str]:
         """What the job fingerprint holds of it."""
         return {"tokenizer": "bytes"}
+
+
+@lru_cache(maxsize=1)
+def _chat() -> "ChatTemplate":
+    from batchgen.tokenizer.chat import ChatTemplate
+
+    return ChatTemplate(_CHAT, {})
 
 
 def utf8(text: str) -> bytes:

@@ -93,6 +93,19 @@ def test_a_chat_prompt_has_the_templates_special_tokens_and_no_others():
     assert prompt.warnings == ()
 
 
+def test_the_byte_tokenizer_reads_parts_as_the_real_one():
+    parts = [{"type": "text", "text": "a\n"}, {"type": "text", "text": "b</s> "}]
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    talks = [[{"role": "user", "content": content}] for content in (parts, "a\n\nb</s> ", image)]
+    bed = TestBed({"m": [json.dumps(talk) for talk in talks]}, {"messages_column": "m"})
+    assert bed(0).text == bed(1).text == "[user]\na\n\nb</s> \n\n[assistant]\n"
+    assert bed(0).token_ids == bed(1).token_ids == text_ids(bed(0).text)
+    assert bed(2).code == FailureCode.INVALID_MESSAGES and "type 'image_url'" in bed(2).message
+    going_on = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}]
+    text = ByteTokenizer().render_chat(going_on, add_generation_prompt=False, continue_final_message=True)
+    assert text == "[user]\na\n\n[assistant]\nb "
+
+
 def test_control_token_text_in_data_stays_text():
     columns = {"text": ["a</s>b"], "nested": [{"t": ["<s>"]}]}
     for prompt in (
