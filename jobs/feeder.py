@@ -13,13 +13,23 @@ from batchgen.jobs.window import Ready
 
 # Rows that one call of a worker renders: enough to make handing them over cheap.
 _CHUNK_ROWS = 16
-# Chunks ahead of the engine, and tokens in them: whichever is reached first holds the reader back.
+# Chunks ahead of the engine, tokens in them and bytes of their source batches: whichever is reached first
+# holds the reader back.
 _MAX_CHUNKS = 64
 _MAX_TOKENS = 4 << 20
+_MAX_BYTES = 64 << 20
 _PATIENCE_S = 0.05
 
 Item = Ready | RowResult
 Render = Callable[[Row], Item]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Rows that are being rendered, and how many bytes of source batches nobody needs once they are taken."""
+
+    items: Future[list[Item]]
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +51,14 @@ class RowFeeder:
     def __init__(self, reader: RowReader, render: Render, num_threads: int = 2):
         self._reader, self._render = reader, render
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="batchgen-render")
-        self._queue: Queue[Future[list[Item]] | _End] = Queue(_MAX_CHUNKS)
-        self._head: Future[list[Item]] | None = None
+        self._queue: Queue[_Chunk | _End] = Queue(_MAX_CHUNKS)
+        self._head: _Chunk | None = None
         self._rest: list[Item] = []
         self._end: _End | None = None
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._num_tokens = 0
+        self._num_bytes = 0
         self.num_taken = 0
         self._thread = threading.Thread(target=self._read, name="batchgen-read", daemon=True)
         self._thread.start()
@@ -96,30 +107,39 @@ class RowFeeder:
                     self._end = head
                     return []
                 self._head = head
-            chunk = self._head.result(timeout=wait_s)
+            items = self._head.items.result(timeout=wait_s)
         except (Empty, FutureTimeoutError):
             return None
+        with self._lock:
+            self._num_bytes -= self._head.num_bytes
         self._head = None
-        return chunk
+        return items
 
     def _read(self) -> None:
         end = _End()
         try:
             for batch, offsets in self._reader:
                 for start in range(0, len(offsets), _CHUNK_ROWS):
-                    if not self._submit(batch, offsets[start : start + _CHUNK_ROWS]):
+                    is_last = start + _CHUNK_ROWS >= len(offsets)
+                    # A batch lives as long as any of its rows.
+                    num_bytes = batch.columns.nbytes if is_last else 0
+                    if not self._submit(batch, offsets[start : start + _CHUNK_ROWS], num_bytes):
                         return
         except BaseException as error:  # handed to the thread that takes
             end = _End(error)
         self._put(end)
 
-    def _submit(self, batch: SourceBatch, offsets: Sequence[int]) -> bool:
-        while self._num_tokens > _MAX_TOKENS:
+    def _submit(self, batch: SourceBatch, offsets: Sequence[int], num_bytes: int) -> bool:
+        while self._num_tokens > _MAX_TOKENS or self._num_bytes > _MAX_BYTES:
             if self._closed.wait(_PATIENCE_S):
                 return False
-        return not self._closed.is_set() and self._put(self._pool.submit(self._render_chunk, batch, offsets))
+        if self._closed.is_set():
+            return False
+        with self._lock:
+            self._num_bytes += num_bytes
+        return self._put(_Chunk(self._pool.submit(self._render_chunk, batch, offsets), num_bytes))
 
-    def _put(self, item: Future[list[Item]] | _End) -> bool:
+    def _put(self, item: _Chunk | _End) -> bool:
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=_PATIENCE_S)

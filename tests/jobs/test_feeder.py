@@ -111,6 +111,23 @@ def test_reading_ahead_is_bounded_by_rows_and_by_tokens(
         feeder.close()
 
 
+def test_reading_ahead_is_bounded_by_the_bytes_of_what_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A batch of these has 56 bytes; one that is larger than the bound by itself still comes through.
+    for max_bytes, most_rows in ((560, 13 * 7), (10, 3 * 7)):
+        monkeypatch.setattr(feeder_module, "_MAX_BYTES", max_bytes)
+        source = Numbers(140)
+        feeder = RowFeeder(RowReader(source, make_store(tmp_path)), ready)
+        try:
+            eventually(lambda source=source: source.num_read >= 14)
+            time.sleep(0.1)
+            assert source.num_read <= most_rows
+            assert [item.row.index for item in take_all(feeder)] == list(range(140))
+        finally:
+            feeder.close()
+
+
 def test_rows_before_a_break_are_given_before_the_error(tmp_path: Path) -> None:
     feeder = RowFeeder(RowReader(Numbers(50, breaks_at=21), make_store(tmp_path)), ready)
     indices: list[int] = []
