@@ -184,5 +184,8 @@ def _check_truncate(
 def _check_seed_column(name: str, schema: pa.Schema, *, is_typed: bool) -> None:
     need_column(name, "sampling.seed_column", schema)
     kind = schema.field(name).type
-    if is_typed and not pa.types.is_integer(kind):
-        raise SourceError(f"sampling.seed_column: column {name!r} is {kind}, not an integer")
+    # A column that was seen to be text holds no seeds, though its type was guessed; one of nulls may.
+    is_text = is_text_type(kind) and not pa.types.is_null(kind)
+    if not pa.types.is_integer(kind) and (is_typed or is_text):
+        fix = "" if is_typed else f"; declare it with `input: {{schema: {{{name}: int64}}}}`"
+        raise SourceError(f"sampling.seed_column: column {name!r} is {kind}, not an integer{fix}")

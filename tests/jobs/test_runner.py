@@ -432,6 +432,17 @@ def test_what_is_wrong_is_found_before_the_engine_starts(
     assert not (tmp_path / "out" / ".batchgen" / "manifest.json").exists()
 
 
+def test_seeds_of_a_csv_file_are_declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("text,s\na,7\nb,8\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_start_module, "start_engine", no_engine)
+        with pytest.raises(SourceError, match=r"'s' is string.*`input: \{schema: \{s: int64\}\}`"):
+            go(job(path, sampling__seed_column="s"))
+    declared = job(path, sampling__seed_column="s", input__schema={"s": "int64"})
+    assert go(declared).exit_code == 0
+
+
 def test_a_disk_that_fills_up_stops_the_job_and_keeps_the_rest(source: Path, tmp_path: Path) -> None:
     # BS-19
     class FullDisk(Disk):
