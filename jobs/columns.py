@@ -64,6 +64,11 @@ class OutputColumns:
         fields = [*before, *source, *after]
         self.schema = sorted_metadata(pa.schema(fields, metadata=source.metadata))
 
+    @property
+    def counted(self) -> list[str]:
+        """The columns that a `Tally` reads."""
+        return [self.finish_reason, self.num_input_tokens, self.num_generated_tokens, self.error]
+
     def batch(self, results: Sequence[RowResult]) -> pa.RecordBatch:
         """One batch of the output schema.
 

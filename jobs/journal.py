@@ -9,7 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from batchgen.jobs.atomic import Disk, sha256_of
+from batchgen.jobs.columns import OutputColumns
 from batchgen.jobs.layout import OutputFolder
+from batchgen.jobs.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,17 @@ class Journal:
         for first in range(start, stop, batch_rows):
             last = min(first + batch_rows, stop)
             yield [piece for reader in readers for piece in reader.rows(first, last)]
+
+    def tally(self, segments: Sequence[Segment], start: int, stop: int, columns: OutputColumns) -> Tally:
+        """Counts over the rows `start` to `stop` - 1 that are there; of copies of a row one counts."""
+        tally, seen = Tally(), np.array([], np.int64)
+        for reader in (SegmentReader(segment, self._row_index) for segment in segments):
+            for batch in reader.rows(start, stop):
+                rows = batch.column(self._row_index).to_numpy()
+                is_new = ~np.isin(rows, seen)
+                tally.count_batch(batch.select(columns.counted).filter(pa.array(is_new)), columns)
+                seen = np.concatenate((seen, rows[is_new]))
+        return tally
 
 
 class SegmentReader:

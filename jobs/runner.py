@@ -232,12 +232,13 @@ class JobRunner:
         )
 
     def _summary(self, store: ShardStore, reader: RowReader | None, *, rows_now: int) -> JobSummary:
-        tally = store.tally
         total = self._rows_total(None if reader is None else reader.num_rows)
+        # What an earlier run did beyond this one's limit is no part of it.
+        tally = store.tally if total is None else store.tally_before(total)
         return JobSummary(
             output=display_path(self._folder.root),
             rows_total=total,
-            rows_done=tally.rows if total is None else store.count_done_before(total),
+            rows_done=tally.rows,
             rows_failed=tally.rows_failed,
             rows_now=rows_now,
             failures=dict(tally.failures),

@@ -170,6 +170,17 @@ class ShardFolder:
         found.described[:] = ranges.values()
         return found
 
+    def tally_before(self, sidecar: Sidecar, row: int) -> Tally:
+        """Counts over a sealed shard's rows below a row number."""
+        if sidecar.range.stop_row <= row:
+            return sidecar.tally
+        tally = Tally()
+        with pa.memory_map(str(self._folder.data_file(sidecar.shard))) as file:
+            table = pa.ipc.open_stream(file).read_all().select(self._columns.counted)
+        for batch in table.slice(0, max(0, row - sidecar.first_row)).to_batches():
+            tally.count_batch(batch, self._columns)
+        return tally
+
     def remove_older(self, shard: int, generation: int) -> None:
         """Drop the sidecars of generations before this one."""
         for other, older, path in self._folder.sidecar_files():

@@ -157,10 +157,9 @@ def _count(folder: OutputFolder, manifest: Manifest) -> tuple[Tally, int]:
 
 def _segments(journal: Journal, columns: OutputColumns) -> Iterator[tuple[pa.Table, Any]]:
     """The columns that are counted, and the row numbers, of every good segment."""
-    counted = [columns.finish_reason, columns.num_input_tokens, columns.num_generated_tokens, columns.error]
     for segment in journal.load()[0]:
         reader = SegmentReader(segment, columns.row_index)
-        yield reader.table.select(counted), reader.indices
+        yield reader.table.select(columns.counted), reader.indices
 
 
 def _from_events(folder: OutputFolder) -> tuple[int | None, dict[str, Any]]:

@@ -118,6 +118,18 @@ class ShardStore:
         opened = (shard.done[: max(0, row - shard.range.first_row)].sum() for shard in self._open.values())
         return sum(max(0, count) for count in sealed) + sum(int(count) for count in opened)
 
+    def tally_before(self, row: int) -> Tally:
+        """Counts over the rows 0 to `row` - 1, all committed. Files are read where rows beyond are done."""
+        if self.count_done_before(row) == self.tally.rows:
+            return self.tally
+        tally = Tally()
+        for sidecar in self._sealed.values():
+            tally.add(self._shards.tally_before(sidecar, row))
+        for opened in self._open.values():
+            stop = min(opened.range.stop_row, row)
+            tally.add(self._journal.tally(opened.segments, opened.range.first_row, stop, self._columns))
+        return tally
+
     def append(self, result: RowResult) -> None:
         """Take a finished row; the next commit makes it last."""
         self._mark_row(result.row.index)
@@ -175,8 +187,7 @@ class ShardStore:
         for known in found.described:
             # A run that died between a shard's description and its name has its rows in the journal.
             num_undone = self._undone_in(known.shard, _rows(known)).size
-            is_gone = known.shard not in self._sealed and known.shard not in found.damaged
-            if is_gone and num_undone == len(known):
+            if known.shard not in {*found.damaged, *self._sealed} and num_undone == len(known):
                 path = self._folder.data_file(known.shard)
                 self._say(f"{path} is missing: its {len(known)} rows are done again")
         self._seal_complete()

@@ -16,7 +16,7 @@ _MUCH_CUT = 0.20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSummary:
-    """What became of a run. Rows and tokens count all runs on this output, `rows_now` this run's.
+    """What became of a run. Rows and tokens count all runs below this one's limit, `rows_now` this run alone.
 
     Args:
         output: the output folder.

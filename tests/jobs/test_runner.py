@@ -344,6 +344,30 @@ def test_a_limit_is_raised_and_lifted(source: Path, tmp_path: Path) -> None:
     assert table(tmp_path / "out").equals(table(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_a_limit_counts_the_rows_below_it_alone(source: Path, num_samples: int) -> None:
+    # Rows 17 and 53 fail: in a sealed shard, and in the journal that a lower limit leaves open.
+    texts = [f"row {i}" + " bad" * (i in (17, 53)) for i in range(NUM_ROWS)]
+    pq.write_table(pa.table({"text": texts, "id": texts}), source)
+    changes = {"model": "echo:?fail=bad", "sampling__n": num_samples}
+    whole = go(job(source, **changes))
+    assert (whole.exit_code, whole.rows_failed, whole.rows_done) == (3, 2, NUM_ROWS)
+    for limit, failed in ((10, 0), (17, 0), (18, 1), (53, 1), (54, 2)):
+        found = go(job(source, **changes, limit=limit))
+        assert (found.exit_code, found.rows_failed) == (3 if failed else 0, failed)
+        assert (found.rows_done, found.rows_total, found.rows_ok) == (limit, limit, limit - failed)
+        assert sum(found.finish_reasons.values()) == limit * num_samples - failed * (num_samples - 1)
+
+
+def test_a_limit_counts_the_journals_rows_below_it_alone(source: Path) -> None:
+    spec = job(source, model="echo:?fail=row 1", output__shard_rows=1000)
+    kept = stopped_run(spec)
+    assert kept.rows_failed and kept.rows_done > 1
+    found = go(spec.with_overrides(["limit=1"]))
+    assert (found.exit_code, found.rows_failed, found.rows_done) == (0, 0, 1)
+    assert (found.failures, found.finish_reasons) == ({}, {"length": 1})
+
+
 def test_a_source_that_does_not_know_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.jsonl"
     # Two whole shards: that they are all is only known once the file has been read.
