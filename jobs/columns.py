@@ -22,7 +22,8 @@ class OutputColumns:
     Per row: `row_index`, `source_file`, `source_row`, the source's columns, `generated_text`,
     `finish_reason`, `num_input_tokens`, `num_generated_tokens`, `error`, `warnings`. With more than one
     sample a row, the columns of a sample (text, reason, generated tokens) are lists. A row that failed before
-    the engine has no text (null), the reason "error" and null token counts; of several samples, null lists.
+    the engine has no text (null), the reason "error" and null token counts; of several samples, the reason
+    for each, and null lists.
 
     Args:
         source: schema of the pass-through columns.
@@ -109,7 +110,7 @@ class OutputColumns:
 
     def _samples(self, result: RowResult, value: Any, failed: Any = None) -> Any:
         if not result.samples:
-            return None if self.num_samples > 1 else failed
+            return [failed] * self.num_samples if failed is not None and self.num_samples > 1 else failed
         if self.num_samples > 1:
             return [value(sample) for sample in result.samples]
         return value(result.samples[0])

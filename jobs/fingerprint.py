@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ResumeError
 from batchgen.jobs.manifest import Manifest, json_form
+from batchgen.jobs.output_state import display_path
 from batchgen.jobs.spec import JobSpec
 
 # Keys that cannot change a row. Everything else counts: a setting added later is safe when forgotten here.
@@ -47,6 +49,8 @@ _FREE = frozenset(
         "notes",
     }
 )
+# Between what files belong to and a file's name, in the keys of content hashes.
+_FILE = " files: "
 # Engine settings whose "auto" the first run decided for all later ones.
 PINNED = ("dtype", "quantization", "kv_cache_dtype", "max_model_len", "reproducible")
 
@@ -73,8 +77,8 @@ def fingerprint(
     fields |= {f"sampling.{name}": value for name, value in sampling.items()}
     fields["sampling.seed"] = spec.sampling.job_seed
     fields["sampling.seed_column"] = spec.sampling.seed_column
-    fields |= {f"model files: {name}": value for name, value in model.items()}
-    fields |= {f"tokenizer: {name}": value for name, value in tokenizer.items()}
+    fields |= {f"model{_FILE}{name}": value for name, value in model.items()}
+    fields |= {f"tokenizer{_FILE}{name}": value for name, value in tokenizer.items()}
     result: dict[str, Any] = json_form(fields)
     return result
 
@@ -84,23 +88,35 @@ def pinned_engine_args(manifest: Manifest) -> dict[str, Any]:
     return {name: manifest.engine[name] for name in PINNED if name in manifest.engine}
 
 
-def check_same_job(manifest: Manifest, current: Mapping[str, Any], output: object) -> None:
+def check_same_job(manifest: Manifest, current: Mapping[str, Any], output: object, model: str = "") -> None:
     """Refuse a job that would give other rows than those already written.
 
     Args:
         manifest: of the first run.
         current: this run's `fingerprint`.
         output: the output folder, for the message.
+        model: this run's, as the engine takes it.
 
     Raises:
         ResumeError: lists each key that differs with its value then and now.
     """
     differences = []
+    changed: dict[str, list[str]] = {}
     for key in sorted(manifest.fingerprint.keys() | current.keys()):
         now = current.get(key)
         then = _decided(key, manifest.fingerprint.get(key), manifest)
-        if then != _decided(key, now, manifest):
+        if then == _decided(key, now, manifest):
+            continue
+        kind, is_file, name = key.partition(_FILE)
+        if is_file:
+            changed.setdefault(kind, []).append(name)
+        else:
             differences.append(f"  {key}: {_shown(then, now)} in the first run, {_shown(now, then)} now")
+    first_model = str(manifest.engine.get("model", model))
+    if changed and first_model != model:
+        differences.append(f"  model: {_named(first_model)} → {_named(model)}")
+    else:
+        differences += [f"  {kind} files changed: {', '.join(names)}" for kind, names in changed.items()]
     if differences:
         raise ResumeError(
             f"{output} holds rows of another job:\n" + "\n".join(differences) + "\n"
@@ -115,6 +131,11 @@ def digest(fields: Mapping[str, Any]) -> str:
 
 def _counts(key: str) -> bool:
     return not any(key == free or key.startswith(f"{free}.") for free in _FREE)
+
+
+def _named(model: str) -> str:
+    """A model as a user would write it: local paths are stored as absolute ones."""
+    return str(display_path(Path(model))) if Path(model).is_absolute() else model
 
 
 def _decided(key: str, value: Any, manifest: Manifest) -> Any:

@@ -13,6 +13,11 @@ _SHOW_EVERY_S = 0.25
 _EVENT_EVERY_S = 0.5
 _BLOCK_MAP_EVERY_S = 1.0
 _NUM_SLOWEST = 5
+# Rows finish in waves: before one has passed, or this many and this share are done, nobody can tell the rest.
+_LEAST_ROWS = 20
+_LEAST_SHARE = 0.05
+# How much of a row in flight counts as done at most, as nobody knows how long it gets.
+_MOST_OF_A_ROW = 0.75
 
 
 class Monitor:
@@ -40,6 +45,7 @@ class Monitor:
         self._events, self._reporter, self._tally, self._clock = events, reporter, tally, clock
         self._offset = rows_before - tally.rows
         self._rows_before = rows_before
+        self._tokens_before = tally.generated_tokens
         self.rows_total = rows_total
         self.phase = "loading"
         self._start = clock()
@@ -50,6 +56,15 @@ class Monitor:
     def elapsed_s(self) -> float:
         """Seconds since the run began."""
         return self._clock() - self._start
+
+    def stopping(self, window: Window, timeout_s: float) -> None:
+        """Say at once that a stop was asked for, and what is waited for."""
+        self.phase = "draining"
+        if window and timeout_s > 0:
+            what = f"up to {timeout_s:g} s for the rows in flight; Ctrl-C again stops at once"
+            self._reporter.say(f"stopping: {what}")
+        else:
+            self._reporter.say("stopping")
 
     def loading(self) -> None:
         """Show that the model loads."""
@@ -70,7 +85,7 @@ class Monitor:
         is_event_due = now or moment >= self._next_event
         with_map = is_event_due and moment >= self._next_map
         snapshot = stats(with_map)
-        state = self._state(snapshot)
+        state = self._state(snapshot, len(window))
         self._reporter.show(state)
         if is_event_due:
             self._next_event = moment + _EVENT_EVERY_S
@@ -79,15 +94,29 @@ class Monitor:
             self._next_map = moment + _BLOCK_MAP_EVERY_S
             self._events.put("block_map", num_blocks=snapshot.num_blocks, blocks=snapshot.block_map)
 
-    def _state(self, stats: EngineStats) -> ProgressState:
+    def _eta_s(self, stats: EngineStats, rows_done: int, num_in_flight: int) -> float | None:
+        """Tokens to go by the speed of tokens: rows tell too little while most are in flight."""
+        self._eta_rates.add(stats.generation_tokens, rows_done)
+        tokens_per_s, rows_per_s = self._eta_rates.rates()
+        if self.rows_total is None:
+            return None
+        rows_now, rows_left = rows_done - self._rows_before, max(0, self.rows_total - rows_done)
+        wave = min(num_in_flight, stats.max_num_seqs)
+        enough = max(_LEAST_ROWS, _LEAST_SHARE * (self.rows_total - self._rows_before))
+        if rows_now < max(1, min(wave, enough)):
+            return None
+        tokens_done = self._tally.generated_tokens - self._tokens_before
+        if not tokens_done or not tokens_per_s:
+            return rows_left / rows_per_s if rows_per_s else None
+        mean = tokens_done / rows_now
+        in_flight = max(0, stats.generation_tokens - tokens_done)
+        counted = min(in_flight, _MOST_OF_A_ROW * mean * min(num_in_flight, rows_left))
+        return (rows_left * mean - counted) / tokens_per_s
+
+    def _state(self, stats: EngineStats, num_in_flight: int) -> ProgressState:
         rows_done = self._tally.rows + self._offset
-        self._rates.add(stats.generation_tokens, rows_done)
-        tokens_per_s, rows_per_s = self._rates.rates()
-        eta_s = None
-        self._eta_rates.add(rows_done)
-        (mean_rows_per_s,) = self._eta_rates.rates()
-        if self.rows_total is not None and mean_rows_per_s:
-            eta_s = max(0, self.rows_total - rows_done) / mean_rows_per_s
+        self._rates.add(stats.generation_tokens, stats.prompt_tokens, rows_done)
+        tokens_per_s, prompt_tokens_per_s, rows_per_s = self._rates.rates()
         queries = stats.prefix_cache_queries
         return ProgressState(
             phase=self.phase,
@@ -99,6 +128,7 @@ class Monitor:
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generation_tokens,
             generated_tokens_per_s=tokens_per_s,
+            prompt_tokens_per_s=prompt_tokens_per_s,
             rows_per_s=rows_per_s,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -106,7 +136,7 @@ class Monitor:
             num_preemptions=stats.num_preemptions,
             kv_usage=stats.num_used_blocks / max(1, stats.num_blocks),
             prefix_cache_hit_rate=stats.prefix_cache_hits / queries if queries else None,
-            eta_s=eta_s,
+            eta_s=self._eta_s(stats, rows_done, num_in_flight),
         )
 
     def _log(self, state: ProgressState, stats: EngineStats, window: Window) -> None:
@@ -121,6 +151,7 @@ class Monitor:
             generated_tokens=state.generated_tokens,
             prompt_tokens=state.prompt_tokens,
             generated_tokens_per_s=state.generated_tokens_per_s,
+            prompt_tokens_per_s=state.prompt_tokens_per_s,
             eta_s=state.eta_s,
             elapsed_s=state.elapsed_s,
             num_in_flight=len(window),
@@ -130,6 +161,7 @@ class Monitor:
             max_num_seqs=stats.max_num_seqs,
             num_blocks=stats.num_blocks,
             num_used_blocks=stats.num_used_blocks,
+            kv_usage=state.kv_usage,
             num_cached_blocks=stats.num_cached_blocks,
             num_steps=stats.num_steps,
             step_time_s=stats.step_time_s,

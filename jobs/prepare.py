@@ -50,7 +50,8 @@ class PreparedJob:
 
     def sampling_with_origins(self) -> dict[str, list[Any]]:
         """Sampling parameter -> [value, where it came from]."""
-        return {name: [value, self.origins[name]] for name, value in self.params.to_mapping().items()}
+        values = self.params.to_mapping() | {"seed": self.spec.sampling.seed}
+        return {name: [value, self.origins[name]] for name, value in values.items()}
 
 
 def prepare(spec: JobSpec, stored: Manifest | None = None) -> PreparedJob:
@@ -124,8 +125,8 @@ def _sampling(spec: JobSpec, defaults: Mapping[str, Any]) -> tuple[SamplingParam
     params, origins = effective_params(spec.sampling.given_params(), defaults)
     if params.n > 1 and params.is_greedy:
         raise ConfigError(
-            f"sampling.n: {params.n} at temperature {params.temperature:g} ({origins['temperature']}) gives "
-            f"{params.n} copies; raise sampling.temperature or set n: 1"
+            f"sampling.n: {params.n} samples at temperature {params.temperature:g} "
+            f"({origins['temperature']}) are {params.n} copies; raise sampling.temperature or set n: 1"
         )
     # Every row brings its seed, and only whole rows are stored.
     return replace(params, seed=None, output_kind=RequestOutputKind.FINAL_ONLY), origins

@@ -3,9 +3,9 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol, TextIO
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, Self, TextIO
 
 # Rates that are shown are means over the last so many seconds.
 RATE_SPAN_S = 20.0
@@ -24,9 +24,10 @@ class ProgressState:
         rows_done: rows with a result, those of earlier runs and failed ones included.
         rows_before: those of `rows_done` that earlier runs did.
         generated_tokens, prompt_tokens: of this run.
-        generated_tokens_per_s, rows_per_s: over the last seconds; None before there is anything to tell.
+        generated_tokens_per_s, prompt_tokens_per_s, rows_per_s: over the last seconds; None before there is
+            anything to tell.
         kv_usage: fraction of the KV blocks in use, 0 to 1.
-        eta_s: seconds to go, or None.
+        eta_s: seconds to go, or None while too few rows have finished to tell.
     """
 
     phase: str
@@ -38,6 +39,7 @@ class ProgressState:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     generated_tokens_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None
     rows_per_s: float | None = None
     num_running: int = 0
     num_waiting: int = 0
@@ -47,10 +49,22 @@ class ProgressState:
     prefix_cache_hit_rate: float | None = None
     eta_s: float | None = None
 
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> Self:
+        """The state that an `interval` event holds, among other things."""
+        names = {spec.name for spec in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in names})
+
     def numbers(self) -> dict[str, str]:
-        """Everything beside the rows, as words; what is not known is left out. Order of display."""
+        """Everything beside the rows, as words; what is not known is left out. Order of display.
+
+        While nobody can tell the time to go, the speed of the prompts shows that work is going on.
+        """
         kv = f"{self.kv_usage:.1%}" if 0 < self.kv_usage < 0.1 else f"{self.kv_usage:.0%}"
-        shown = {"tok/s": _rate(self.generated_tokens_per_s), "kv": kv}
+        shown = {"tok/s": _rate(self.generated_tokens_per_s)}
+        if self.eta_s is None:
+            shown["prompt tok/s"] = _rate(self.prompt_tokens_per_s)
+        shown["kv"] = kv
         if self.rows_failed:
             shown["failed"] = f"{self.rows_failed:,}"
         shown["eta"] = duration(self.eta_s)
@@ -60,9 +74,20 @@ class ProgressState:
         """One line of text, without end."""
         if self.phase == "loading":
             return "loading the model"
-        rows = f"{self.rows_done:,}" if self.rows_total is None else f"{self.rows_done:,}/{self.rows_total:,}"
-        numbers = ", ".join(f"{name} {text}" for name, text in self.numbers().items())
-        return f"{self.phase}: {rows} rows, {numbers}"
+        if self.rows_total is None:
+            rows = counted(self.rows_done, "row")
+        else:
+            rows = f"{self.rows_done:,}/{counted(self.rows_total, 'row')}"
+        return f"{self.phase}: {rows}, {self.words()}"
+
+    def words(self) -> str:
+        """`numbers` in one text."""
+        return ", ".join(f"{name} {text}" for name, text in self.numbers().items())
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 row, 2,000 rows."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def duration(seconds: float | None) -> str:

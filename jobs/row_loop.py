@@ -91,6 +91,7 @@ class RowLoop:
                 self._monitor.rows_total = self._feeder.rows_total
             self._monitor.tick(self._engine.stats, self._window)
         if self._stop.is_set:
+            self._monitor.stopping(self._window, 0 if self._is_paused else self._drain_timeout_s)
             self._drain()
         self._monitor.tick(self._engine.stats, self._window, now=True)
 

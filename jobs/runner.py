@@ -25,7 +25,7 @@ from batchgen.jobs.output_state import (
     write_source_rows,
 )
 from batchgen.jobs.prepare import PreparedJob, prepare
-from batchgen.jobs.progress import LineReporter, Reporter
+from batchgen.jobs.progress import LineReporter, Reporter, counted
 from batchgen.jobs.requests import RequestMaker
 from batchgen.jobs.row_loop import RowLoop, check_conserved
 from batchgen.jobs.row_reader import RowReader
@@ -126,7 +126,7 @@ class JobRunner:
                 f"{error}\n{display_path(self._folder.root)} holds rows of the first run's input: restore "
                 f"it, choose another output, or start over with --restart (removes these rows)"
             ) from None
-        check_same_job(stored, job.fingerprint, display_path(self._folder.root))
+        check_same_job(stored, job.fingerprint, display_path(self._folder.root), job.config.model.model)
         return stored
 
     def _open_store(self, job: PreparedJob, stored: Manifest | None) -> ShardStore:
@@ -251,6 +251,6 @@ class JobRunner:
 
     def _kept(self, store: ShardStore) -> str:
         return (
-            f"{store.tally.rows:,} finished rows are kept in {display_path(self._folder.root)}; "
+            f"{counted(store.tally.rows, 'finished row')} kept in {display_path(self._folder.root)}; "
             f"run the same command again to go on"
         )

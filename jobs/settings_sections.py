@@ -125,5 +125,5 @@ def check_copies(n: int, temperature: float) -> None:
     """Refuse several samples at temperature 0: they would be copies."""
     if n > 1 and temperature < GREEDY_BELOW:
         raise refuse(
-            "n", f"n: {n} at temperature {temperature:g} gives {n} copies; raise temperature or set n: 1"
+            "n", f"{n} samples at temperature {temperature:g} are {n} copies; raise temperature or set n: 1"
         )

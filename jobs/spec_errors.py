@@ -13,6 +13,8 @@ from batchgen.jobs.yaml_file import KeyPath, YamlDocument
 
 # The settings classes begin their messages with the setting's name, which the key in front already gives.
 _NAMED = re.compile(r"^(?:sampling parameter|engine setting) '?(\w+)'?(?: (?=must |is )|='?[^:]*'?: )")
+# Places that name the key by themselves.
+_OPTIONS = frozenset({"--limit", "--output"})
 # A guess in another section than the key's own must be closer than one at home.
 _FAR_CUTOFF = 0.8
 _MISPLACED_DEPTH = 2
@@ -52,7 +54,10 @@ def _line(details: Mapping[str, Any], document: YamlDocument, root: type[BaseMod
         path += (named.group(1),)
     message = _message(details, context, path, document, root)
     key = ".".join(map(str, path))
-    return f"{document.place(path)}: {key}: {message}" if key else f"{document.name}: {message}"
+    place = document.place(path)
+    if not key or place in _OPTIONS:
+        return f"{place}: {message}"
+    return f"{place}: {key}: {message}"
 
 
 def _message(

@@ -17,7 +17,7 @@ from batchgen.jobs.layout import OutputFolder
 from batchgen.jobs.lock import Holder, holder
 from batchgen.jobs.manifest import Manifest
 from batchgen.jobs.output_state import read_source_rows
-from batchgen.jobs.progress import duration
+from batchgen.jobs.progress import ProgressState, counted
 from batchgen.jobs.shards import ShardFolder
 from batchgen.jobs.tally import Tally
 
@@ -57,22 +57,24 @@ class JobStatus:
 
     def lines(self) -> list[str]:
         """The same in words."""
-        rows = f"{self.rows_done:,}" + ("" if self.rows_total is None else f" of {self.rows_total:,}")
+        rows = counted(self.rows_done, "row")
+        if self.rows_total is not None:
+            rows = f"{self.rows_done:,} of {counted(self.rows_total, 'row')}"
         share = f" ({self.rows_done / self.rows_total:.0%})" if self.rows_total else ""
-        lines = [f"{self.state}: {rows} rows committed{share} in {self.shards} shards and the journal"]
+        where = f"{counted(self.shards, 'shard')} and the journal"
+        lines = [f"{self.state}: {rows} committed{share} in {where}"]
         if self.rows_failed:
             codes = ", ".join(f"{code} {count:,}" for code, count in sorted(self.failures.items()))
-            lines.append(f"failed: {self.rows_failed:,} rows ({codes})")
+            lines.append(f"failed: {counted(self.rows_failed, 'row')} ({codes})")
         lines.append(f"tokens: {self.input_tokens:,} in, {self.generated_tokens:,} generated")
         if self.holder is not None:
             lines.append(f"run by {self.holder}")
             phase = self.latest.get("phase", "running")
             if phase != "running":
                 return [*lines, f"now: {phase}"]
-            rate, eta_s = self.latest.get("generated_tokens_per_s"), self.latest.get("eta_s")
-            if rate is not None:
-                left = f", {duration(eta_s)} to go" if eta_s is not None else ""
-                lines.append(f"now: {rate:,.0f} tokens/s, {self.latest.get('num_running', 0)} running{left}")
+            if self.latest:
+                now = ProgressState.from_mapping(self.latest)
+                lines.append(f"now: {now.words()}, {now.num_running} running")
         return lines
 
 

@@ -3,10 +3,11 @@
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from batchgen.jobs.progress import duration
+from batchgen.jobs.progress import counted, duration
 from batchgen.outputs import FinishReason
 
 _EXIT_GOOD, _EXIT_ROWS_FAILED = 0, 3
@@ -52,18 +53,24 @@ class JobSummary:
         """Rows without an error."""
         return self.rows_done - self.rows_failed
 
+    def to_mapping(self) -> dict[str, Any]:
+        """As plain JSON types, the exit code included."""
+        return asdict(self) | {"output": str(self.output), "exit_code": self.exit_code}
+
     def lines(self) -> list[str]:
         """The end of a run, in words."""
         lines = [self._first_line()]
         if self.rows_failed:
             codes = ", ".join(f"{code} {count:,}" for code, count in sorted(self.failures.items()))
-            lines.append(f"{self.rows_failed:,} rows failed ({codes}); their `error` column says why")
-        samples = sum(self.finish_reasons.values())
-        cut = self.finish_reasons.get(FinishReason.LENGTH, 0)
+            lines.append(f"{counted(self.rows_failed, 'row')} failed ({codes}); the `error` column says why")
+        reasons = self.finish_reasons
+        samples = sum(reasons.values()) - reasons.get(FinishReason.ERROR, 0)
+        cut = reasons.get(FinishReason.LENGTH, 0)
         if samples and cut / samples > _MUCH_CUT:
             lines.append(
                 f"warning: {cut / samples:.0%} of the texts were cut off at their token limit (finish_reason "
-                f"length); raise sampling.max_tokens if they should be whole"
+                f"length); raise sampling.max_tokens, or engine.max_model_len where the context is full, if "
+                f"they should be whole"
             )
         if self.stopped is not None:
             lines.append("run the same command again to go on")
@@ -76,13 +83,13 @@ class JobSummary:
         return lines
 
     def _first_line(self) -> str:
-        rows = (
-            f"{self.rows_done:,}" if self.rows_total is None else f"{self.rows_done:,} of {self.rows_total:,}"
-        )
+        rows = counted(self.rows_done, "row")
+        if self.rows_total is not None:
+            rows = f"{self.rows_done:,} of {counted(self.rows_total, 'row')}"
         if self.rows_total == 0:
             return f"the input has no rows: {self.output} holds an empty dataset"
         if self.was_finished:
-            return f"{rows} rows were done before; there is nothing to do"
+            return f"{rows} done before; there is nothing to do"
         took = f"{self.rows_now:,} of them in this run, {duration(self.elapsed_s)}"
         state = "stopped" if self.stopped is not None else "finished"
-        return f"{state}: {rows} rows done ({took}), {self.generated_tokens:,} tokens generated"
+        return f"{state}: {rows} done ({took}), {self.generated_tokens:,} tokens generated"

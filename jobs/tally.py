@@ -51,8 +51,12 @@ class Tally:
         generated = batch.column(columns.num_generated_tokens)
         self.rows += batch.num_rows
         if columns.num_samples > 1:
-            self.finish_reasons["error"] += reasons.null_count
-            reasons, generated = pc.list_flatten(reasons), pc.list_flatten(generated)
+            # A row without samples counts once, as in `count`.
+            self.finish_reasons["error"] += generated.null_count
+            reasons, generated = (
+                pc.list_flatten(reasons.filter(generated.is_valid())),
+                pc.list_flatten(generated),
+            )
         self.input_tokens += pc.sum(batch.column(columns.num_input_tokens)).as_py() or 0
         self.generated_tokens += pc.sum(generated).as_py() or 0
         _add(self.finish_reasons, reasons)

@@ -58,6 +58,7 @@ class YamlDocument:
         for depth, key in enumerate(path[:-1]):
             if level.get(key) is None:
                 level[key] = {}
+                self.places.setdefault(path[: depth + 1], place)
             level = level[key]
             if not isinstance(level, dict):
                 above = ".".join(map(str, path[: depth + 1]))

@@ -83,11 +83,23 @@ class BarReporter:
         bar = self._bar
         bar.total, bar.n, bar.bar_format = state.rows_total, state.rows_done, _bar_format(state)
         bar.set_description_str("" if state.phase == "running" else f"{state.phase} ", refresh=False)
-        # tqdm puts a comma before the postfix itself.
-        bar.set_postfix_str(
-            ", ".join(f"{name} {text}" for name, text in state.numbers().items()), refresh=False
-        )
+        self._fit_postfix(bar, [f"{name} {text}" for name, text in state.numbers().items()])
         bar.refresh()
+
+    @staticmethod
+    def _fit_postfix(bar: "tqdm[Any]", parts: list[str]) -> None:
+        """Show as many of the parts, from the left, as the line holds beside a bar of ten characters."""
+        while True:
+            # tqdm puts a comma before the postfix itself.
+            bar.set_postfix_str(", ".join(parts), refresh=False)
+            drawn = bar.format_dict
+            if (
+                not parts
+                or not drawn["ncols"]
+                or len(bar.format_meter(**drawn | {"ncols": None})) <= drawn["ncols"]
+            ):
+                return
+            parts = parts[:-1]
 
     def close(self) -> None:
         """Leave the bar as it is and go to the next line."""
@@ -137,6 +149,14 @@ class JsonReporter:
 
     def close(self) -> None:
         """Nothing to do."""
+
+    def summary(self, values: dict[str, object]) -> None:
+        """Write {"summary": values}, the last line of a run."""
+        self._write({"summary": values})
+
+    def error(self, message: str, exit_code: int) -> None:
+        """Write {"error": message, "exit_code": exit_code}, the last line of a run that failed."""
+        self._write({"error": message, "exit_code": exit_code})
 
     def _write(self, value: dict[str, object]) -> None:
         print(json.dumps(value, ensure_ascii=False), file=self._stream, flush=True)

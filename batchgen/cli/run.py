@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-from batchgen.cli.display import Style, reporter
+from batchgen.cli import exit_codes
+from batchgen.cli.display import JsonReporter, Style, reporter
+from batchgen.errors import BatchgenError
 
 
 def run(
@@ -30,7 +32,9 @@ def run(
     ] = Style.AUTO,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing but errors.")] = False,
 ) -> None:
-    """Run a model over every row of a dataset; the same command again goes on where it was.
+    """Run a model over every row of a dataset.
+
+    The same command again goes on where it was.
 
     Exit codes: 0 all rows good; 3 finished, some rows hold an error; 1 failed; 2 wrong job file or usage; 130
     or 143 interrupted, progress saved.
@@ -38,9 +42,18 @@ def run(
     from batchgen.jobs.runner import run as run_job
     from batchgen.jobs.spec import load_spec
 
-    spec = load_spec(job, overrides=overrides or (), limit=limit, output=output)
     style = Style.NONE if quiet else progress
-    summary = run_job(spec, restart=restart, reporter=reporter(style))
-    if style is not Style.NONE:
+    shown = reporter(style)
+    try:
+        spec = load_spec(job, overrides=overrides or (), limit=limit, output=output)
+        summary = run_job(spec, restart=restart, reporter=shown)
+    except BatchgenError as error:
+        if not isinstance(shown, JsonReporter):
+            raise
+        shown.error(str(error), exit_codes.of_error(error))
+        raise typer.Exit(exit_codes.of_error(error)) from error
+    if isinstance(shown, JsonReporter):
+        shown.summary(summary.to_mapping())
+    elif style is not Style.NONE:
         typer.echo("\n".join(summary.lines()))
     raise typer.Exit(summary.exit_code)

@@ -20,6 +20,7 @@ from batchgen.outputs import RequestOutput
 
 _GRACE_S = 2.0
 _LOOK_S = 1.0  # how often a caller who waits looks whether the child is still there
+_STATS_WAIT_S = 0.1  # a step may take many seconds, and whoever asks has a user to answer to
 
 
 class ChildClient:
@@ -58,6 +59,7 @@ class ChildClient:
         self._outputs: list[RequestOutput] = []
         self._stats = EngineStats()
         self._asked_stats: EngineStats | None = None
+        self._is_stats_due = False
         self._death: str | None = None
         self._process = ChildProcess(hello)
         self._finalizer = weakref.finalize(self, self._process.kill)
@@ -95,15 +97,21 @@ class ChildClient:
         return self._processor.in_flight()
 
     def stats(self, with_block_map: bool = False) -> EngineStats:
-        """The newest snapshot. With a block map the child is asked, which waits for the end of its step."""
+        """The newest snapshot. With a block map the child is asked, which answers at the end of its step.
+
+        That is waited for only a moment: an answer that comes later is that of the next such call.
+        """
         self._take_ready()
         if with_block_map:
-            self._asked_stats = None
-            self._process.send("stats", True)
+            if not self._is_stats_due and self._asked_stats is None:
+                self._process.send("stats", True)
+                self._is_stats_due = True
+            deadline = time.monotonic() + _STATS_WAIT_S
             # A child that died with outputs yet to be handed out does not raise here, and never answers.
-            while self._asked_stats is None and self._death is None:
-                self._take_next(None)
-            return self._asked_stats or self._stats
+            while self._asked_stats is None and self._death is None and self._take_next(deadline):
+                pass
+            answer, self._asked_stats = self._asked_stats, None
+            return answer or self._stats
         return self._stats
 
     def set_limits(self, limits: Limits) -> None:
@@ -172,6 +180,7 @@ class ChildClient:
     def _take(self, kind: str, content: Any) -> None:
         if kind == wire.STATS:
             self._asked_stats = self._stats = content
+            self._is_stats_due = False
             return
         encoded, stats = content
         self._stats = stats or self._stats

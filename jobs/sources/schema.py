@@ -150,9 +150,11 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None, name: str) 
     """
     twice = {column for column in schema.names if schema.names.count(column) > 1}
     wanted = schema.names if columns is None else columns
-    for column in wanted:
+    for position, column in enumerate(wanted):
         if column not in schema.names:
-            raise SourceError(f"{name} has no column {column!r}{hint(column, schema.names)}")
+            raise SourceError(
+                f"input.columns.{position}: {name} has no column {column!r}{hint(column, schema.names)}"
+            )
         if column in twice:
             raise SourceError(
                 f"{name} has two columns named {column!r}; leave it out (input.columns) or rename one"

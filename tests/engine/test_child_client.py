@@ -302,6 +302,18 @@ def start_parent(loader: str) -> subprocess.Popen[str]:
     )
 
 
+def test_a_block_map_is_not_waited_for_while_a_step_lasts(
+    start: Callable[..., ChildClient], make_request: MakeRequest
+) -> None:
+    client = start("load_stuck")
+    client.add(make_request("a", [1], max_tokens=3))
+    time.sleep(0.2)  # it is in its endless step now
+    begin = time.monotonic()
+    for _ in range(3):
+        client.stats(with_block_map=True)
+    assert time.monotonic() - begin < 2
+
+
 def test_an_orphan_ends_whatever_it_is_doing() -> None:
     with start_parent("load_stuck") as parent:
         assert parent.stdout is not None

@@ -115,3 +115,14 @@ def test_manifest_comes_back_and_a_damaged_one_is_said(tmp_path: Path) -> None:
     folder.manifest.write_text("{")
     with pytest.raises(ResumeError, match="cannot be read"):
         Manifest.read(folder)
+
+
+def test_changed_model_files_are_named_without_their_hashes() -> None:
+    then = fields() | {"model files: a": "0" * 64, "model files: b": "1" * 64, "tokenizer files: c": "2"}
+    now = then | {"model files: a": "3" * 64, "model files: b": "4" * 64}
+    stored = manifest(fingerprint=then, engine={"model": str(Path.cwd() / "models/a")})
+    with pytest.raises(ResumeError, match="  model files changed: a, b\n"):
+        check_same_job(stored, now, "out", str(Path.cwd() / "models/a"))
+    with pytest.raises(ResumeError, match="  model: models/a → org/b\n") as refused:
+        check_same_job(stored, now, "out", "org/b")
+    assert "0000" not in str(refused.value)

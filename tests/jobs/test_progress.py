@@ -26,7 +26,9 @@ def test_line() -> None:
         eta_s=61,
     )
     assert state.line() == "running: 1,234/10,000 rows, tok/s 6.0, kv 31%, failed 2, eta 1m01s"
-    assert ProgressState(phase="running", rows_done=5).line() == "running: 5 rows, kv 0%"
+    assert ProgressState(phase="running", rows_done=1).line() == "running: 1 row, kv 0%"
+    early = ProgressState(phase="running", rows_total=1, generated_tokens_per_s=12, prompt_tokens_per_s=34)
+    assert early.line() == "running: 0/1 row, tok/s 12, prompt tok/s 34, kv 0%"
     assert ProgressState(phase="loading").line() == "loading the model"
 
 

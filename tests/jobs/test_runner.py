@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen.jobs.engine_start as engine_start_module
+from batchgen.engine.child_client import ChildClient
 from batchgen.errors import BatchgenError, ConfigError, EngineError, ResumeError, SinkError, SourceError
 from batchgen.jobs.atomic import Disk
 from batchgen.jobs.control import send_command
@@ -21,7 +22,7 @@ from batchgen.jobs.layout import OutputFolder
 from batchgen.jobs.lock import holder
 from batchgen.jobs.progress import ProgressState
 from batchgen.jobs.runner import run
-from batchgen.jobs.spec import JobSpec
+from batchgen.jobs.spec import JobSpec, load_spec
 from batchgen.jobs.status import status
 from batchgen.jobs.stopping import StopFlag
 from batchgen.jobs.summary import JobSummary
@@ -156,7 +157,7 @@ def test_a_finished_job_returns_without_an_engine(
     monkeypatch.setattr(engine_start_module, "start_engine", no_engine)
     summary = go(job(source))
     assert summary.was_finished and summary.exit_code == 0 and summary.rows_now == 0
-    assert "57 of 57 rows were done before" in summary.lines()[0]
+    assert "57 of 57 rows done before" in summary.lines()[0]
     assert visible(tmp_path / "out") == before
 
 
@@ -167,10 +168,65 @@ def test_failed_rows_are_rows_of_the_output(source: Path, tmp_path: Path) -> Non
     failed = [row["row_index"] for row in written if row["error"] is not None]
     assert failed == [7] and written[7]["finish_reason"] == "error" and written[7]["generated_text"] is None
     assert summary.exit_code == 3 and summary.failures == {"engine_error": 1}
-    assert "1 rows failed (engine_error 1)" in summary.lines()[1]
+    assert "1 row failed (engine_error 1)" in summary.lines()[1]
     # Failed rows are done: they are not run again by themselves.
     again = go(spec)
     assert again.was_finished and again.exit_code == 3 and again.failures == {"engine_error": 1}
+
+
+def test_a_failed_row_of_several_samples_has_a_reason_for_each(source: Path, tmp_path: Path) -> None:
+    spec = job(source, sampling={"n": 2, "max_tokens": 500}, prompt={"template": "{{ text }}"})
+    summary = go(spec.with_overrides(["engine.max_model_len=100", "limit=3"]))
+    first = table(tmp_path / "out").to_pylist()[0]
+    assert first["error"]["code"] == "prompt_too_long"
+    assert first["finish_reason"] == ["error", "error"]
+    assert first["generated_text"] is None and first["num_generated_tokens"] is None
+    assert summary.finish_reasons["error"] == 1 == status(tmp_path / "out").finish_reasons["error"]
+
+
+def test_the_share_of_cut_texts_is_that_of_good_rows(tmp_path: Path) -> None:
+    counts = {"rows_total": 100, "rows_done": 100, "rows_failed": 90, "rows_now": 100}
+    reasons = {"error": 90, "length": 5, "stop": 5}
+    (line,) = [
+        line
+        for line in JobSummary(output=tmp_path, **counts, finish_reasons=reasons).lines()
+        if "cut off" in line
+    ]
+    assert "50% of the texts" in line and "engine.max_model_len where the context is full" in line
+
+
+def test_one_row_is_no_rows(source: Path, tmp_path: Path) -> None:
+    assert "finished: 1 of 1 row done" in go(job(source, limit=1)).lines()[0]
+    assert "1 of 1 row committed (100%) in 1 shard and the journal" in status(tmp_path / "out").lines()[0]
+
+
+def test_the_start_says_the_jobs_seed(source: Path) -> None:
+    reporter = Silent()
+    go(job(source, sampling={"seed": 7, "max_tokens": 5}), reporter=reporter)
+    assert "sampling.seed=7 (job)" in reporter.lines
+
+
+def test_a_stop_ends_soon_however_long_a_step_takes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(config: Any, tokenizer: Any) -> ChildClient:
+        return ChildClient(config, tokenizer, executor="batchgen.counting:load_stuck")
+
+    monkeypatch.setattr(engine_start_module, "start_engine", stuck)
+    spec = job(source, output__drain_timeout_s=1, prompt={"template": "A", "add_special_tokens": False})
+    stop, reporter = StopFlag(), Silent()
+    thread = threading.Thread(target=lambda: go(spec, stop=stop, reporter=reporter))
+    thread.start()
+    try:
+        eventually(lambda: len(reporter.states) > 6)
+        time.sleep(1.2)  # a block map was asked for and cannot be had
+        asked = time.monotonic()
+        stop.request()
+        eventually(lambda: reporter.lines[-1].startswith("stopping: up to 1 s for the rows in flight"))
+        assert time.monotonic() - asked < 0.8
+        thread.join(10)
+        assert not thread.is_alive() and time.monotonic() - asked < 5
+    finally:
+        stop.request()
+        thread.join(20)
 
 
 def test_cut_texts_are_warned_of(source: Path) -> None:
@@ -213,7 +269,7 @@ def test_stopped_and_resumed_gives_the_same_bytes(source: Path, tmp_path: Path, 
 def test_a_dead_engine_costs_no_finished_row(source: Path, tmp_path: Path) -> None:
     go(job(source, "whole"))
     with pytest.raises(
-        EngineError, match=r"die_after.*\n.*finished rows are kept in .*broken.*again to go on"
+        EngineError, match=r"die_after.*\n.*finished rows kept in .*broken.*again to go on"
     ) as died:
         go(job(source, "broken", model="echo:?jitter=40&die_after=30", output__commit_interval_s=100.0))
     kept = status(tmp_path / "broken").rows_done
@@ -231,7 +287,7 @@ CHANGED_JOBS = {
     "sampling.max_tokens": {"sampling__max_tokens": 501},
     "sampling.stop": {"sampling__stop": ["x"]},
     "sampling.seed": {"sampling__seed": 1},
-    "model files": {"model__path": "echo:?fail=row 7"},
+    "model": {"model__path": "echo:?fail=row 7"},
     "model.revision": {"model__revision": "v2"},
     "engine.max_model_len": {"engine": {"max_model_len": 512}},
     "engine.dtype": {"engine": {"dtype": "bfloat16"}},
@@ -249,7 +305,10 @@ def test_a_changed_job_is_refused_by_the_names_of_what_differs(
     monkeypatch.setattr(engine_start_module, "start_engine", no_engine)
     with pytest.raises(ResumeError) as refused:
         go(job(source, **CHANGED_JOBS[key]))
-    assert key in str(refused.value) and "in the first run" in str(refused.value)
+    if key == "model":
+        assert "model: echo:?jitter=40&batch=8&delay_ms=2 → echo:?fail=row 7" in str(refused.value)
+    else:
+        assert key in str(refused.value) and "in the first run" in str(refused.value)
     assert "--restart" in str(refused.value)
     assert visible(tmp_path / "out") == before
 
@@ -584,3 +643,13 @@ def test_rows_of_a_file_that_breaks_while_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(BatchgenError, match=r"b\.parquet"):
         go(spec, reporter=Breaking())
     assert status(tmp_path / "out").rows_done == 30
+
+
+def test_an_unknown_column_is_shown_where_the_list_names_it(tmp_path: Path, source: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"model: 'echo:'\ninput:\n  path: {source}\n  columns:\n    - text\n    - idd\n"
+        "prompt: {template: '{{ text }}'}\noutput: {path: out}\n"
+    )
+    with pytest.raises(SourceError, match=r"job\.yaml:6: input\.columns\.1: .* did you mean 'id'"):
+        go(load_spec(path))

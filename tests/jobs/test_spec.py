@@ -114,7 +114,7 @@ def test_text_that_yaml_takes_for_something_else_must_be_quoted(tmp_path):  # BG
             "sampling:\n  min_tokens: 9\n  max_tokens: 5",
             "9: sampling.min_tokens: must be at most max_tokens (5)",
         ),
-        ("sampling:\n  n: 2\n  temperature: 0", "9: sampling.n: n: 2 at temperature 0 gives 2 copies"),
+        ("sampling:\n  n: 2\n  temperature: 0", "9: sampling.n: 2 samples at temperature 0 are 2 copies"),
         (
             "sampling:\n  seed: 1\n  seed_column: s",
             "9: sampling.seed: seed_column gives every row its own seed",
@@ -393,3 +393,11 @@ def test_errors_about_data_and_prompt_get_their_line(tmp_path):
             raise error
         assert type(caught.value) is type(error)
         assert str(caught.value) == f"{tmp_path}/job.yaml{message}"
+
+
+def test_options_of_the_command_line_are_named_once(tmp_path):
+    assert mistakes(tmp_path, JOB, limit=0) == ["--limit: must be greater than or equal to 1; got 0"]
+    (line,) = mistakes(tmp_path, JOB, overrides=["samplin.temperature=0"])
+    assert line.startswith("--set samplin.temperature=0: samplin: unknown key; did you mean 'sampling'?")
+    (line,) = mistakes(tmp_path, JOB, overrides=["sampling.n=2", "sampling.temperature=0"])
+    assert "sampling.n: 2 samples at temperature 0" in line

@@ -95,3 +95,18 @@ def test_quiet_shows_nothing() -> None:
     shown.show(running(rows_done=1))
     shown.close()
     assert stream.getvalue() == ""
+
+
+def test_a_narrow_bar_leaves_out_numbers_from_the_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in range(40, 110):
+        monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda columns=columns: lambda _: (columns, 24))
+        terminal = Terminal()
+        bar = BarReporter(terminal)
+        bar.show(running(rows_done=1, rows_failed=1))
+        bar.close()
+        last = terminal.getvalue().rstrip("\r\n").split("\r")[-1]
+        assert len(last) <= columns
+        assert last.endswith("]")
+        assert not last.endswith((",]", ", ]"))
+        assert ("tok/s" in last) == (columns >= 46)
+    assert "eta 1m10s" in last

@@ -28,6 +28,7 @@ def test_help_names_the_commands(invoke) -> None:
     assert done.code == 0
     for command in ("run", "status", "generate"):
         assert f"\n  {command} " in done.out
+    assert "..." not in done.out.partition("Commands:")[2]  # none is cut off
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_the_command_line_wins_over_the_file(invoke, make_job, tmp_path) -> None
 def test_failed_rows_are_exit_code_3(invoke, make_job, tmp_path) -> None:
     done = invoke("run", make_job(model="echo:?fail=row 2", rows=4))
     assert done.code == 3
-    assert "1 rows failed" in done.out or "1 row failed" in done.out
+    assert "1 row failed" in done.out
     assert [row["error"] is None for row in rows(tmp_path / "out")] == [True, True, False, True]
 
 
@@ -114,6 +114,12 @@ def test_progress_for_programs_is_json(invoke, make_job) -> None:  # BS-25
     objects = [json.loads(line) for line in done.err.splitlines()]
     states = [each for each in objects if "phase" in each]
     assert states[-1]["rows_done"] == 4
+    summary = objects[-1]["summary"]
+    assert (summary["rows_done"], summary["exit_code"], summary["output"]) == (4, 0, "out")
+    assert done.out == ""
+    refused = invoke("run", make_job(rows=4), "--progress", "json", "--set", "sampling.max_tokens=3")
+    assert refused.code == 2
+    assert json.loads(refused.err.splitlines()[-1])["exit_code"] == 2
 
 
 def test_a_log_file_gets_few_plain_lines(make_job, tmp_path) -> None:  # BS-25
