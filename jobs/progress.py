@@ -56,18 +56,19 @@ class ProgressState:
         return cls(**{name: value for name, value in data.items() if name in names})
 
     def numbers(self) -> dict[str, str]:
-        """Everything beside the rows, as words; what is not known is left out. Order of display.
+        """Everything beside the rows, as words; what is not known is left out.
 
-        While nobody can tell the time to go, the speed of the prompts shows that work is going on.
+        The most wanted come first: a narrow display shows only these. While nobody can tell the time to go,
+        the speed of the prompts shows that work is going on.
         """
         kv = f"{self.kv_usage:.1%}" if 0 < self.kv_usage < 0.1 else f"{self.kv_usage:.0%}"
         shown = {"tok/s": _rate(self.generated_tokens_per_s)}
         if self.eta_s is None:
             shown["prompt tok/s"] = _rate(self.prompt_tokens_per_s)
-        shown["kv"] = kv
+        shown["eta"] = duration(self.eta_s)
         if self.rows_failed:
             shown["failed"] = f"{self.rows_failed:,}"
-        shown["eta"] = duration(self.eta_s)
+        shown["kv"] = kv
         return {name: text for name, text in shown.items() if text}
 
     def line(self) -> str:

@@ -25,7 +25,7 @@ def test_line() -> None:
         kv_usage=0.314,
         eta_s=61,
     )
-    assert state.line() == "running: 1,234/10,000 rows, tok/s 6.0, kv 31%, failed 2, eta 1m01s"
+    assert state.line() == "running: 1,234/10,000 rows, tok/s 6.0, eta 1m01s, failed 2, kv 31%"
     assert ProgressState(phase="running", rows_done=1).line() == "running: 1 row, kv 0%"
     early = ProgressState(phase="running", rows_total=1, generated_tokens_per_s=12, prompt_tokens_per_s=34)
     assert early.line() == "running: 0/1 row, tok/s 12, prompt tok/s 34, kv 0%"

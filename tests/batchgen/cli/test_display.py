@@ -109,4 +109,4 @@ def test_a_narrow_bar_leaves_out_numbers_from_the_right(monkeypatch: pytest.Monk
         assert last.endswith("]")
         assert not last.endswith((",]", ", ]"))
         assert ("tok/s" in last) == (columns >= 46)
-    assert "eta 1m10s" in last
+    assert "eta 1m10s, failed 1, kv 30%" in last
