@@ -1,6 +1,9 @@
 """Tokenizers out of GGUF files give the ids of transformers' own, in every style of vocabulary."""
 
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,7 +70,9 @@ def test_facts_of_the_demo_model(smollm2: Tokenizer) -> None:
 
 
 @pytest.mark.slow
-def test_ids_of_the_example_data_equal_transformers(smollm2: Tokenizer, repository: Path) -> None:
+def test_ids_of_the_example_data_equal_transformers(
+    smollm2: Tokenizer, repository: Path, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     from batchgen.models.location import resolve_model
@@ -78,7 +83,10 @@ def test_ids_of_the_example_data_equal_transformers(smollm2: Tokenizer, reposito
     published.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    table = pq.read_table(repository / "examples" / "summarize" / "texts.parquet")
+    for name in ("make_data.py", "texts.jsonl"):
+        shutil.copy(repository / "examples" / "summarize" / name, tmp_path)
+    subprocess.run([sys.executable, tmp_path / "make_data.py"], check=True, capture_output=True)
+    table = pq.read_table(tmp_path / "texts.parquet")
     for text in [*table["text"].to_pylist(), *table["title"].to_pylist()]:
         assert smollm2.encode(text) == published.encode(text).ids
         if not re.search(r"\s{2}\d", text):
