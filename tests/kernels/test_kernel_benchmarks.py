@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+# The installed batchgen comes first on the path, the benchmarks lie in the repository alone.
 CODE = """
+import sys
+sys.path.append(sys.argv[1])
 import torch
 from batchgen.kernels.cases import AttentionCase
 from benchmarks.kernels import bench_attention, bench_linear
@@ -20,6 +23,6 @@ assert all(len(values) == 2 and min(values) > 0 for values in [*linear.values(),
 
 def test_kernel_benchmarks_run(repository):
     result = subprocess.run(
-        [sys.executable, "-c", CODE], cwd=repository, capture_output=True, text=True, check=False
+        [sys.executable, "-c", CODE, str(repository)], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
