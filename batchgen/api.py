@@ -21,7 +21,7 @@ from batchgen.prompt_forms import Messages, Prompt, Read, one_each, read_convers
 from batchgen.sampling_defaults import effective_params, generation_defaults
 from batchgen.sampling_params import SamplingParams
 from batchgen.seeds import row_seed
-from batchgen.tokenizer import Tokenizer, load_tokenizer
+from batchgen.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     from batchgen.jobs.runner import JobSummary
@@ -271,15 +271,7 @@ def _is_echo(settings: ModelSettings) -> bool:
 
 
 def _load_tokenizer(settings: ModelSettings) -> Tokenizer | ByteTokenizer:
-    if _is_echo(settings):
-        return ByteTokenizer()
-    return load_tokenizer(
-        settings.model,
-        revision=settings.revision,
-        tokenizer=settings.tokenizer,
-        tokenizer_revision=settings.tokenizer_revision,
-        chat_template=settings.chat_template,
-    )
+    return ByteTokenizer() if _is_echo(settings) else tokenizer_of(settings)
 
 
 def _guarded(value: Any, guard: Callable[[str], str]) -> Any:

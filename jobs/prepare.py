@@ -105,16 +105,10 @@ def _open_model(config: EngineConfig) -> tuple[Any, dict[str, str], dict[str, An
         return ByteTokenizer(), {"echo": f"fail={options.fail}"}, {}
     from batchgen.models.location import resolve_model
     from batchgen.sampling_defaults import generation_defaults
-    from batchgen.tokenizer import load_tokenizer
+    from batchgen.tokenizer import tokenizer_of
 
     location = resolve_model(settings.model, settings.revision)
-    tokenizer = load_tokenizer(
-        settings.model,
-        revision=settings.revision,
-        tokenizer=settings.tokenizer,
-        tokenizer_revision=settings.tokenizer_revision,
-        chat_template=settings.chat_template,
-    )
+    tokenizer = tokenizer_of(settings)
     defaults = generation_defaults(location) if settings.generation_config == "auto" else {}
     return tokenizer, location.identity(), defaults
 

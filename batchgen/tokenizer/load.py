@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from batchgen.config import ModelSettings
 from batchgen.content_hash import content_hash
 from batchgen.errors import ConfigError, UnsupportedModelError
 from batchgen.models.gguf_file import GGUFFile
@@ -45,6 +46,17 @@ def load_tokenizer(
     )
     template = None if chat_template is None else _template_text(chat_template)
     return _from_gguf(place, template) if place.kind == "gguf" else _from_folder(place, template)
+
+
+def tokenizer_of(settings: ModelSettings) -> Tokenizer:
+    """The tokenizer that an engine's settings name; see `load_tokenizer`."""
+    return load_tokenizer(
+        settings.model,
+        revision=settings.revision,
+        tokenizer=settings.tokenizer,
+        tokenizer_revision=settings.tokenizer_revision,
+        chat_template=settings.chat_template,
+    )
 
 
 def _from_gguf(place: ModelLocation, template: str | None) -> Tokenizer:

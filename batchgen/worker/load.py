@@ -19,7 +19,7 @@ from batchgen.models.location import ModelLocation, resolve_model
 from batchgen.models.model_config import ModelConfig
 from batchgen.models.weights import SafetensorsSource, WeightSource, load_weights
 from batchgen.quantization.base import method_for
-from batchgen.tokenizer import load_tokenizer
+from batchgen.tokenizer import tokenizer_of
 from batchgen.worker.device import available_memory, cpu_threads, environment, pick_device
 from batchgen.worker.executor import Executor, ExecutorInfo
 from batchgen.worker.memory import plan_blocks
@@ -70,12 +70,7 @@ def load_executor(config: EngineConfig) -> Executor:
     max_model_len = _max_model_len(settings.max_model_len, shape, decisions)
     kernels, reproducible = _kernels(config, shape, device, dtype, decisions)
     # The tokenizer comes before the weights: it is quick and fails early.
-    tokenizer = load_tokenizer(
-        settings.model,
-        revision=settings.revision,
-        tokenizer=settings.tokenizer,
-        tokenizer_revision=settings.tokenizer_revision,
-    )
+    tokenizer = tokenizer_of(settings)
     ends = eos_sources(location, tokenizer.eos_token_ids)
     log.info("token ids that end a text: %s", describe_eos(ends))
     begin = time.perf_counter()
