@@ -51,6 +51,10 @@ class ModelSettings:
     kernel_backend: str | None = None
     reproducible: bool | None = None
     num_threads: int | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    reasoning_config: Mapping[str, str] | None = None
+    disable_log_stats: bool = False
 
     def __post_init__(self) -> None:
         _check(
@@ -137,7 +141,12 @@ class CacheConfig:
             "true or false",
         )
         _only("kv_cache_dtype", self.kv_cache_dtype, "auto", "a KV cache in another type")
-        _only("swap_space", self.swap_space, 0.0, "swapping to host memory")
+        _check(
+            type(self.swap_space) in (int, float) and 0 <= self.swap_space < float("inf"),
+            "swap_space",
+            self.swap_space,
+            "a number of GiB, 0 or more",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +158,7 @@ class SchedulerConfig:
     scheduling_policy: str = "fcfs"
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    delay_factor: float = 0.0
     preemption_mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -165,13 +175,23 @@ class SchedulerConfig:
             self.scheduling_policy,
             "fcfs or priority",
         )
-        _only("scheduling_policy", self.scheduling_policy, "fcfs", "priority scheduling")
-        _only("enable_chunked_prefill", self.enable_chunked_prefill, True, "scheduling a prompt whole")
-        _only(
+        _check(
+            self.enable_chunked_prefill in (True, False),
+            "enable_chunked_prefill",
+            self.enable_chunked_prefill,
+            "true or false",
+        )
+        _check(
+            type(self.long_prefill_token_threshold) is int and self.long_prefill_token_threshold >= 0,
             "long_prefill_token_threshold",
             self.long_prefill_token_threshold,
-            0,
-            "a limit for one prompt's chunk",
+            "a number of tokens, or 0 for no limit",
+        )
+        _check(
+            type(self.delay_factor) in (int, float) and 0 <= self.delay_factor < float("inf"),
+            "delay_factor",
+            self.delay_factor,
+            "a number, 0 or more",
         )
         _check(
             self.preemption_mode in (None, "recompute", "swap"),
@@ -179,8 +199,6 @@ class SchedulerConfig:
             self.preemption_mode,
             "recompute or swap",
         )
-        if self.preemption_mode == "swap":
-            _only("preemption_mode", self.preemption_mode, "recompute", "swapping to host memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,12 +228,10 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Drafting tokens ahead."""
+    """Drafting tokens ahead: `speculative: {method: ngram, num_speculative_tokens, prompt_lookup_max,
+    prompt_lookup_min}`."""
 
     speculative: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        _only("speculative", self.speculative, None, "speculative decoding")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from batchgen.config import EngineConfig
 from batchgen.engine.scheduler_output import SamplingRow, ScheduledSequence, SchedulerOutput, StepResult
 from batchgen.errors import WeightsError
+from batchgen.sampling_params import SamplingParams
 from batchgen.seeds import mix64
 from batchgen.worker.executor import ExecutorInfo
 
@@ -79,7 +80,7 @@ class CountingExecutor:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             num_blocks=num_blocks,
-            num_groups=num_groups,
+            group_windows=(None,) * num_groups,
             resolved={**config.to_engine_args(), **limits, "num_gpu_blocks_override": num_blocks},
             environment={},
             reproducible=True,
@@ -103,6 +104,16 @@ class CountingExecutor:
                     drawn.append((row.slot, counting_token(history, row, self.info.vocab_size)))
         self._last = dict(drawn)
         return StepResult(step.step, [token for _, token in drawn])
+
+    def refusal(self, params: SamplingParams) -> str | None:
+        """Draws for any."""
+        return None
+
+    def sleep(self, level: int) -> None:
+        """Nothing to give back."""
+
+    def wake_up(self) -> None:
+        """Nothing to take."""
 
     def shutdown(self) -> None:
         """Nothing to free."""

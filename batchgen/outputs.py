@@ -50,18 +50,32 @@ class RowFailure:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log probability at a position; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# A position: token id -> its log probability. The token that stands there is the first.
+PositionLogprobs = dict[int, Logprob]
+
+
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of a request; vLLM's field names."""
+    """One sample of a request; vLLM's field names, and `valid`: whether it conforms to its grammar."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: Any = None
+    logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
+    valid: bool | None = None
 
 
 @dataclass(slots=True)

@@ -1,13 +1,13 @@
 """What a model's own files say of sampling, and the SamplingParams that hold in the end. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 from batchgen.errors import ConfigError
 from batchgen.models.end_ids import id_list
 from batchgen.models.location import ModelLocation
-from batchgen.sampling_params import NOT_BUILT, SamplingParams
+from batchgen.sampling_params import REFUSED, SamplingParams
 
 GENERATION_CONFIG = "generation_config"
 
@@ -48,8 +48,7 @@ def effective_params(
         given: what the user wrote, by SamplingParams' names (`max_new_tokens` is taken for `max_tokens`).
         defaults: of `generation_defaults`; {} to leave the model's own out.
 
-    Returns: the params, and field -> "job", "generation_config" or "default"; a model's default that is not
-        built is there as "ignored: ...".
+    Returns: the params, and field -> "job", "generation_config" or "default".
 
     Raises:
         ConfigError: a value out of range; says so when it came from the model.
@@ -57,16 +56,12 @@ def effective_params(
     values = dict(given)
     if "max_new_tokens" in values and "max_tokens" not in values:
         values["max_tokens"] = values.pop("max_new_tokens")
-    origins = {spec.name: "default" for spec in fields(SamplingParams) if spec.name not in NOT_BUILT}
+    origins = {spec.name: "default" for spec in fields(SamplingParams) if spec.name not in REFUSED}
     origins.pop("output_kind")
     origins |= {name: "job" for name in values if name != "output_kind"}
     own: dict[str, Any] = {}
     for name, value in defaults.items():
         if name in values or name == "eos_token_id":
-            continue
-        if name in NOT_BUILT:
-            if value != _field_default(name):
-                origins[name] = f"ignored: {GENERATION_CONFIG} has {value!r}, which is not built yet"
             continue
         own[name] = value
         origins[name] = GENERATION_CONFIG
@@ -78,8 +73,3 @@ def effective_params(
                 f"the model's {GENERATION_CONFIG}.json: {error}; set it yourself, or generation_config: none"
             ) from error
     return SamplingParams.from_mapping({**own, **values}), origins
-
-
-def _field_default(name: str) -> Any:
-    default = next(spec.default for spec in fields(SamplingParams) if spec.name == name)
-    return None if default is MISSING else default

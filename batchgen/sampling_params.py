@@ -1,23 +1,20 @@
 """SamplingParams: how the tokens of one request are drawn. Checks and nothing else; no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
 from batchgen.errors import ConfigError, UnknownNameError
+from batchgen.sampling_parts import RepetitionDetection, StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
 
-# Fields that vLLM has and that a later version builds. A value other than the default is refused by name.
-NOT_BUILT = frozenset(
-    "presence_penalty frequency_penalty repetition_penalty logprobs prompt_logprobs prompt_logprob_token_ids "
-    "prompt_logprob_start logprob_token_ids flat_logprobs structured_outputs allowed_token_ids bad_words "
-    "extra_args "
-    "thinking_token_budget repetition_detection watermarking skip_clone routed_experts_prompt_start "
-    "trace_decode_token_ids stream_interval best_of use_beam_search length_penalty early_stopping "
-    "truncate_prompt_tokens".split()
+# Fields that vLLM has and that batchgen does not offer (docs/vllm.md says why): a value other than the default
+# is refused by name.
+REFUSED = frozenset(
+    ("watermarking", "routed_experts_prompt_start", "trace_decode_token_ids", "skip_clone", "extra_args")
 )
 
 _FLAGS = (
@@ -68,36 +65,38 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
-    prompt_logprob_token_ids: Any = None
+    prompt_logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprob_start: int | None = None
-    logprob_token_ids: Any = None
     flat_logprobs: bool = False
-    structured_outputs: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    extra_args: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: int | None = None
-    repetition_detection: Any = None
+    truncate_prompt_tokens: int | None = None
+    stream_interval: int | None = None
+
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    extra_args: Any = None
     watermarking: Any = None
     skip_clone: bool = False
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: Any = None
-    stream_interval: int | None = None
-    best_of: int | None = None
-    use_beam_search: bool = False
-    length_penalty: float = field(default=1.0)
-    early_stopping: bool = False
-    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
         _check_ranges(self)
         for spec in fields(self):
-            if spec.name in NOT_BUILT and getattr(self, spec.name) != spec.default:
+            if spec.name in REFUSED and getattr(self, spec.name) != spec.default:
                 raise ConfigError(
-                    f"sampling parameter {spec.name!r} is not built yet (got {getattr(self, spec.name)!r}); "
+                    f"sampling parameter {spec.name!r} is not offered (got {getattr(self, spec.name)!r}); "
                     f"leave it out"
                 )
 
@@ -105,11 +104,11 @@ class SamplingParams:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             given: Any = getattr(self, name)
             if given is None or isinstance(given, list | tuple | set | frozenset):
                 put(name, tuple(given or ()))
-            elif name == "stop" and isinstance(given, str):
+            elif name != "stop_token_ids" and isinstance(given, str):
                 put(name, (given,))
         if self.seed == -1:
             put("seed", None)
@@ -127,6 +126,23 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that are drawn, of which `n` are given back; the width of a beam search."""
+        return self.best_of or self.n
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on which tokens came before."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.bad_words
+            or self.structured_outputs is not None
+            or self.thinking_token_budget is not None
+        )
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], path: str = "sampling") -> "SamplingParams":
@@ -146,11 +162,11 @@ class SamplingParams:
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The built fields as plain values, for storing beside results; `output_kind` is left out."""
+        """The fields as plain values, for storing beside results; `output_kind` and refused ones left out."""
         return {
             spec.name: list(value) if isinstance(value := getattr(self, spec.name), tuple) else value
             for spec in fields(self)
-            if spec.name not in NOT_BUILT and spec.name != "output_kind"
+            if spec.name not in REFUSED and spec.name != "output_kind"
         }
 
 

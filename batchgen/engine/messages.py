@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchgen.engine.scheduler_output import TokenLogprobs
 from batchgen.errors import ConfigError
 from batchgen.outputs import RowFailure
 from batchgen.sampling_params import SamplingParams
@@ -46,6 +47,9 @@ class EngineRequest:
         prompt: the text, only to be handed back in the RequestOutput.
         streams: whether tokens are wanted as they come (a stop string, a live reader); else only at the end.
         features, adapter, cache_salt, priority: see DESIGN; part of the prefix-cache root or the queue order.
+        bad_words: token id sequences that `params.bad_words` stands for.
+        is_pinned: the full blocks of its prompt stay in the prefix cache until unpinned, or until nothing
+            else could run; nothing is drawn.
         serial: set by the client; comes back in every SampleOutput, so that late ones of an aborted request
             are told from those of a new request with the same id.
     """
@@ -60,12 +64,19 @@ class EngineRequest:
     adapter: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    is_pinned: bool = False
     serial: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
     """New tokens of one sample of a request, from the core.
+
+    Lists of log probabilities have one entry for each new token, or for each prompt position from 1 (or
+    `prompt_logprob_start`) on; those of the prompt come once, with the request's first message or after.
+    `valid` says whether the sample's grammar may end after these tokens. A beam search tells its samples once,
+    whole, at its end, the best as index 0, with `cumulative_logprob` as the sum that ranked it.
 
     `finish_reason` and `stop_reason` are set on a sample's last message. When the core refuses or fails a
     request, `error` says why: finish_reason "error", tokens as far as they came.
@@ -79,6 +90,10 @@ class SampleOutput:
     num_cached_tokens: int = 0
     error: RowFailure | None = None
     serial: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    valid: bool | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +119,8 @@ class EngineStats:
     """A snapshot of the engine for everything that shows numbers. Counters count from the start.
 
     `step_time_s` is the time spent in steps so far; `prompt_tokens` counts each request's prompt once, cached
-    or not, `prefix_cache_queries` and `prefix_cache_hits` tokens; `choices` how often each choice by cost was
+    or not, `prefix_cache_queries` and `prefix_cache_hits` tokens; `num_draft_tokens` and `num_accepted_tokens`
+    are those of speculation, `num_cpu_blocks` blocks in host memory for swapping; `choices` how often each choice by cost was
     made.
     """
 
@@ -113,6 +129,9 @@ class EngineStats:
     num_running: int = 0
     num_swapped: int = 0
     num_blocks: int = 0
+    num_cpu_blocks: int = 0
+    num_used_cpu_blocks: int = 0
+    num_pinned_blocks: int = 0
     num_used_blocks: int = 0
     num_cached_blocks: int = 0
     num_steps: int = 0
@@ -121,6 +140,8 @@ class EngineStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_requests_finished: int = 0
     step_time_s: float = 0.0
     is_paused: bool = False

@@ -3,6 +3,7 @@
 from array import array
 
 from batchgen.engine.messages import EngineRequest
+from batchgen.engine.scheduler_output import DrawRules
 
 
 class Request:
@@ -28,9 +29,9 @@ class Request:
         "params",
         "prompt",
         "request_id",
+        "rules",
         "seed",
         "source",
-        "stop_ids",
         "streams",
     )
 
@@ -58,8 +59,12 @@ class Request:
         self.max_total_tokens = min(limit, max_model_len)
         self.eos_ids = frozenset() if params.ignore_eos else eos_token_ids
         # What is kept from being drawn before `min_tokens`; an id that the logits do not have needs no mask.
-        self.stop_ids = frozenset(
-            token for token in self.eos_ids.union(params.stop_token_ids) if token < vocab_size
+        self.rules = DrawRules(
+            params,
+            frozenset(token for token in self.eos_ids.union(params.stop_token_ids) if token < vocab_size),
+            source.bad_words,
+            len(self.prompt),
+            params.needs_history,
         )
         self.num_unfinished = params.n
         self.num_cached_tokens = 0

@@ -283,8 +283,8 @@ def _sampling_row(sequence: Sequence) -> SamplingRow:
     sequence.num_placeholders += 1
     return SamplingRow(
         slot=sequence.seq_id,
-        params=request.params,
+        rules=request.rules,
         key=(request.seed, sequence.index, position),
         num_generated=position - len(request.prompt),
-        stop_ids=request.stop_ids,
+        history=sequence.token_ids if request.rules.needs_history else None,
     )

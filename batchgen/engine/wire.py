@@ -67,6 +67,10 @@ def encode_outputs(outputs: Iterable[SampleOutput]) -> list[tuple[Any, ...]]:
             output.num_cached_tokens,
             output.error,
             output.serial,
+            output.logprobs,
+            output.prompt_logprobs,
+            output.valid,
+            output.cumulative_logprob,
         )
         for output in outputs
     ]

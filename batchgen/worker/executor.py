@@ -4,22 +4,34 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from batchgen.engine.scheduler_output import SchedulerOutput, StepResult
+from batchgen.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorInfo:
-    """What the core must know of a loaded model."""
+    """What the core must know of a loaded model.
+
+    `group_windows` has an entry for each KV group: the window of its layers, None for full attention.
+    `num_cpu_blocks` is the pool in host memory for swapping, `block_bytes` what one block takes in it.
+    """
 
     architecture: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_blocks: int
-    num_groups: int = 1
+    group_windows: tuple[int | None, ...] = (None,)
+    num_cpu_blocks: int = 0
+    block_bytes: int = 0
     decisions: tuple[str, ...] = ()
     resolved: dict[str, Any]
     environment: dict[str, str]
     reproducible: bool
+
+    @property
+    def num_groups(self) -> int:
+        """KV groups, each with block tables of its own."""
+        return len(self.group_windows)
 
 
 class Executor(Protocol):
@@ -28,7 +40,16 @@ class Executor(Protocol):
     info: ExecutorInfo
 
     def execute(self, step: SchedulerOutput) -> StepResult:
-        """Copy blocks, write KV, run the model, draw. Blocks until the tokens are known."""
+        """Swap and copy blocks, write KV, run the model, draw. Blocks until the tokens are known."""
+
+    def refusal(self, params: SamplingParams) -> str | None:
+        """Why this model cannot draw as `params` say (a grammar that cannot be enforced); None if it can."""
+
+    def sleep(self, level: int) -> None:
+        """Give memory back: 1 drops KV blocks and moves weights to host memory, 2 drops both."""
+
+    def wake_up(self) -> None:
+        """Be ready again after `sleep`; the content of KV blocks is lost."""
 
     def shutdown(self) -> None:
         """Free weights and KV blocks. May be called twice."""

@@ -115,7 +115,7 @@ def load_executor(config: EngineConfig) -> Executor:
         vocab_size=shape.vocab_size,
         eos_token_ids=tuple(index for index in ends if index < shape.vocab_size),
         num_blocks=plan.num_blocks,
-        num_groups=1 + max(layer.group for layer in model.layers),
+        group_windows=(None,) * (1 + max(layer.group for layer in model.layers)),
         decisions=tuple(str(decision) for decision in decisions.made),
         resolved=resolved.to_engine_args(),
         environment=environment(device, dtype, backends),

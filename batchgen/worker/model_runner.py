@@ -9,6 +9,7 @@ from batchgen.engine.scheduler_output import SchedulerOutput, StepResult
 from batchgen.errors import EngineError
 from batchgen.kernels.kv import LayerKV
 from batchgen.models.decoder import Decoder
+from batchgen.sampling_params import SamplingParams
 from batchgen.worker.executor import ExecutorInfo
 from batchgen.worker.input_batch import InputBatch, build_batch
 from batchgen.worker.sampler import Sampler
@@ -65,6 +66,18 @@ class ModelRunner:
         tokens = self._draw(model, hidden, batch)
         self._newest = {row.slot: token or 0 for row, token in zip(batch.samples, tokens, strict=True)}
         return StepResult(step.step, tokens)
+
+    def refusal(self, params: SamplingParams) -> str | None:
+        """Why this model cannot draw so; None if it can."""
+        return None
+
+    def sleep(self, level: int) -> None:
+        """Give memory back."""
+        raise EngineError("sleep is not built")
+
+    def wake_up(self) -> None:
+        """Be ready again."""
+        raise EngineError("wake_up is not built")
 
     def shutdown(self) -> None:
         """Free weights and blocks. May be called twice."""

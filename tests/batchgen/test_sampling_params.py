@@ -4,7 +4,7 @@ import math
 import pytest
 
 from batchgen.errors import ConfigError, UnknownNameError
-from batchgen.sampling_params import NOT_BUILT, SamplingParams
+from batchgen.sampling_params import REFUSED, SamplingParams
 
 
 def test_max_tokens_has_no_hidden_limit() -> None:  # BS-13
@@ -76,8 +76,8 @@ def test_values_are_brought_to_one_form() -> None:
 
 def test_fields_that_are_not_built_are_refused_by_name() -> None:
     specs = {spec.name: spec for spec in dataclasses.fields(SamplingParams)}
-    assert set(specs) >= NOT_BUILT
-    for name in NOT_BUILT:
+    assert set(specs) >= REFUSED
+    for name in REFUSED:
         other = True if specs[name].default in (None, False) else 0.5
         with pytest.raises(ConfigError, match=f"'{name}' is not built yet"):
             SamplingParams(**{name: other})

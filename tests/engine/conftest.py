@@ -14,7 +14,7 @@ from batchgen.engine.in_process import InProcessClient
 from batchgen.engine.messages import EngineRequest, SampleOutput, pack_ids, unpack_ids
 from batchgen.engine.request import Request
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.scheduler_output import SamplingRow, SchedulerOutput, StepResult
+from batchgen.engine.scheduler_output import DrawRules, SamplingRow, SchedulerOutput, StepResult
 from batchgen.engine.sequence import Sequence
 from batchgen.sampling_params import SamplingParams
 from batchgen.testing import ByteTokenizer, CountingExecutor, counting_token
@@ -127,10 +127,9 @@ def expected_tokens() -> Callable[..., list[int]]:
         while len(history) < max_model_len and len(drawn) != params.max_tokens:
             row = SamplingRow(
                 slot=0,
-                params=params,
+                rules=DrawRules(params, frozenset(ends)),
                 key=(request.seed, index, len(history)),
                 num_generated=len(drawn),
-                stop_ids=frozenset(ends),
             )
             token = counting_token(history, row, VOCAB_SIZE)
             history.append(token)

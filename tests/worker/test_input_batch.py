@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from batchgen.engine.scheduler_output import SamplingRow, ScheduledSequence, SchedulerOutput
+from batchgen.engine.scheduler_output import DrawRules, SamplingRow, ScheduledSequence, SchedulerOutput
 from batchgen.errors import EngineError
 from batchgen.sampling_params import SamplingParams
 from batchgen.worker.input_batch import InputBatch, build_batch
@@ -12,7 +12,7 @@ PARAMS = SamplingParams(temperature=0)
 
 
 def sample(slot: int, index: int = 0) -> SamplingRow:
-    return SamplingRow(slot, PARAMS, (slot, index, 0), 0)
+    return SamplingRow(slot, DrawRules(PARAMS), (slot, index, 0), 0)
 
 
 def build(*sequences: ScheduledSequence, newest: dict[int, int] | None = None, groups: int = 1) -> InputBatch:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchgen.config import EngineConfig
-from batchgen.engine.scheduler_output import SamplingRow, ScheduledSequence, SchedulerOutput
+from batchgen.engine.scheduler_output import DrawRules, SamplingRow, ScheduledSequence, SchedulerOutput
 from batchgen.errors import ConfigError, EngineError, UnsupportedModelError
 from batchgen.sampling_params import SamplingParams
 from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_gguf
@@ -44,7 +44,7 @@ def generate(
     for number in range(count):
         scheduled = []
         for index, text in enumerate(texts):
-            draw = SamplingRow(index, params, (7, 0, len(text)), number)
+            draw = SamplingRow(index, DrawRules(params), (7, 0, len(text)), number)
             scheduled.append(
                 ScheduledSequence(index, text[computed[index] :], computed[index], (blocks[index],), (draw,))
             )
@@ -155,7 +155,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(folder: Path, tmp_path: 
 def test_copied_blocks_are_read_as_the_original(folder: Path) -> None:
     executor = load(folder)
     prompt = PROMPTS[1]
-    draw = (SamplingRow(0, GREEDY, (0, 0, 17), 0),)
+    draw = (SamplingRow(0, DrawRules(GREEDY), (0, 0, 17), 0),)
     whole = ScheduledSequence(0, prompt, 0, ([0, 1],), draw)
     expected = executor.execute(SchedulerOutput(0, (whole,))).token_ids
     last = ScheduledSequence(1, prompt[16:], 16, ([5, 6],), draw)
@@ -166,7 +166,7 @@ def test_copied_blocks_are_read_as_the_original(folder: Path) -> None:
 def test_a_token_not_known_to_the_scheduler_is_the_one_drawn_before(folder: Path) -> None:
     executor = load(folder)
     known = generate(executor, PROMPTS[:1], 2)[0]
-    prompt, draw = PROMPTS[0], (SamplingRow(0, GREEDY, (0, 0, 0), 0),)
+    prompt, draw = PROMPTS[0], (SamplingRow(0, DrawRules(GREEDY), (0, 0, 0), 0),)
     executor.execute(SchedulerOutput(0, (ScheduledSequence(0, prompt, 0, ([3],), draw),)))
     ahead = executor.execute(SchedulerOutput(1, (ScheduledSequence(0, [-1], len(prompt), ([3],), draw),)))
     assert ahead.token_ids == [known[1]]

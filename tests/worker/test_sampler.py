@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from batchgen.engine.scheduler_output import SamplingRow
+from batchgen.engine.scheduler_output import DrawRules, SamplingRow
 from batchgen.sampling_params import SamplingParams
 from batchgen.worker.random_stream import uniform
 from batchgen.worker.sampler import Sampler
@@ -23,7 +23,7 @@ def logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 3.0) ->
 def row(
     key: tuple[int, int, int] = (0, 0, 0), generated: int = 0, stop_ids: Any = (), **params: Any
 ) -> SamplingRow:
-    return SamplingRow(0, SamplingParams(**params), key, generated, frozenset(stop_ids))
+    return SamplingRow(0, DrawRules(SamplingParams(**params), frozenset(stop_ids)), key, generated)
 
 
 def draw(values: Tensor, rows: list[SamplingRow], vocab_size: int | None = None) -> list[int | None]:
