@@ -4,13 +4,13 @@ Letters of shapes: T tokens in the batch, S sequences, H query heads, G key/valu
 size, I intermediate size, K and N input and output size of a linear layer, B tokens in a block, P positions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from batchgen.errors import KernelError, ShapeError
-from batchgen.kernels import checks
+from batchgen.errors import KernelError
+from batchgen.kernels import blocks, checks
 from batchgen.kernels.backend import (
     BACKENDS,
     OPERATIONS,
@@ -216,9 +216,20 @@ class Kernels:
 
         All sources are read before a target is written. No layout is needed: the block is outermost.
         """
-        if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype != torch.int64:
-            raise ShapeError(
-                f"copy_blocks: pairs must be [P, 2] int64; got {list(pairs.shape)} {pairs.dtype}"
-            )
-        if pairs.shape[0]:
-            kv.data[pairs[:, 1]] = kv.data[pairs[:, 0]]
+        blocks.copy(kv, pairs)
+
+    def allocate_host_kv(self, caches: Sequence[LayerKV], num_blocks: int) -> list[LayerKV]:
+        """Allocate blocks in host memory for each of some caches; pinned if those are on a GPU."""
+        if self.home.device == "cpu":
+            return [self.allocate_kv(kv.spec, num_blocks, "cpu") for kv in caches]
+        return blocks.allocate_host(caches, num_blocks)
+
+    def swap_blocks(self, source: LayerKV, target: LayerKV, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks to host memory or back: pairs of (block of source, block of target).
+
+        On a GPU the copies take their turn in the current stream and the call does not wait for them, so the
+        host's blocks may be read only by what comes after them in that stream.
+
+        Raises: ShapeError if the blocks differ; KernelError if one is outside of its pool.
+        """
+        blocks.swap(source, target, pairs)

@@ -117,6 +117,30 @@ def test_gpu_store_is_what_is_read(dtype):
 
 @needs_triton
 @runs_kernels
+def test_gpu_blocks_swap_to_host_memory_and_back_in_the_order_of_the_stream():
+    case = CASES[0]
+    kernels = _kernels("float16", case)
+    caches = [kernels.allocate_kv(KVCacheSpec(4, 64, 16, "float16"), 300, DEVICE) for _ in range(2)]
+    for number, kv in enumerate(caches):
+        kv.data.copy_(torch.arange(300).view(300, 1, 1, 1, 1) + 400 * number)
+    hosts = kernels.allocate_host_kv(caches, 200)
+    assert all(host.data.device.type == "cpu" for host in hosts)
+    assert DEVICE == "cpu" or all(host.data.is_pinned() for host in hosts)
+    out = [(block, block - 100) for block in range(100, 250)]
+    back = [(host, 299 - host) for host in range(150)]
+    for kv, host in zip(caches, hosts, strict=True):
+        # Nobody waits in between: what is written to a block after its copy must not be in the copy.
+        kernels.swap_blocks(kv, host, out)
+        kv.data.zero_()
+        kernels.swap_blocks(host, kv, back)
+    for number, kv in enumerate(caches):
+        found = kv.data[:, 0, 0, 0, 0].cpu()
+        assert found[:150].eq(0).all()
+        assert found[150:].tolist() == [400 * number + 100 + 299 - block for block in range(150, 300)]
+
+
+@needs_triton
+@runs_kernels
 def test_gpu_result_goes_to_out_and_same_input_gives_same_bits():
     case = CASES[2]
     inputs = make_inputs(case, _kernels("float32", case), "float32", DEVICE)

@@ -104,3 +104,39 @@ def test_copy_blocks_reads_all_sources_first(make_kernels):
     kernels.copy_blocks(kv, torch.zeros(0, 2, dtype=torch.int64))
     with pytest.raises(ShapeError, match="copy_blocks"):
         kernels.copy_blocks(kv, torch.zeros(2, dtype=torch.int64))
+
+
+def test_swapped_blocks_come_back_as_they_were(make_kernels):
+    kernels, spec = make_kernels(), KVCacheSpec(2, 64, 16, "float32")
+    kv = kernels.allocate_kv(spec, 6, "cpu")
+    (host,) = kernels.allocate_host_kv([kv], 4)
+    assert (host.num_blocks, host.spec, host.data.data_ptr() != kv.data.data_ptr()) == (4, spec, True)
+    key, value = _tokens(96, spec)
+    slots = torch.arange(96, dtype=torch.int32)
+    kernels.store_kv(key, value, kv, slots)
+    # A run of two, one that goes on only on one side, and one by itself.
+    kernels.swap_blocks(kv, host, [(1, 2), (2, 3), (3, 0), (5, 1)])
+    kv.data.fill_(float("nan"))
+    kernels.swap_blocks(host, kv, [(0, 3), (1, 0), (2, 4)])
+    read_key, read_value = kernels.read_kv(kv, slots)
+    for at, came_from in ((3, 3), (0, 5), (4, 1)):
+        rows, source = slice(16 * at, 16 * at + 16), slice(16 * came_from, 16 * came_from + 16)
+        assert torch.equal(read_key[rows], key[source])
+        assert torch.equal(read_value[rows], value[source])
+    assert all(read_key[16 * block : 16 * block + 16].isnan().all() for block in (1, 2, 5))
+    kernels.swap_blocks(kv, host, [])
+
+
+def test_blocks_that_cannot_be_swapped_are_refused(make_kernels):
+    kernels, spec = make_kernels(), KVCacheSpec(2, 64, 16, "float32")
+    kv = kernels.allocate_kv(spec, 2, "cpu")
+    (host,) = kernels.allocate_host_kv([kv], 1)
+    kv.data.zero_()
+    host.data.fill_(1.0)
+    for pair in ((0, 1), (2, 0), (-1, 0), (0, -1)):
+        with pytest.raises(KernelError, match="outside of pools of 2 and 1 blocks"):
+            kernels.swap_blocks(kv, host, [(0, 0), pair])
+    assert bool((host.data == 1.0).all()), "nothing is copied when one pair is wrong"
+    other = kernels.allocate_kv(KVCacheSpec(4, 64, 16, "float32"), 1, "cpu")
+    with pytest.raises(ShapeError, match="swap_blocks"):
+        kernels.swap_blocks(kv, other, [(0, 0)])
