@@ -116,6 +116,18 @@ def make_inputs(
     return AttentionInputs(kernels, torch.cat(queries).to(device), kv, meta, case.head_dim**-0.5)
 
 
+def poison_unseen(inputs: AttentionInputs, case: AttentionCase) -> int:
+    """Take blocks behind the windows out of the tables and fill them with NaN; returns how many."""
+    assert case.window is not None
+    gone: list[int] = []
+    for row, (num_queries, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        count = max(length - num_queries - case.window + 1, 0) // case.block_size
+        gone += inputs.meta.block_tables[row, :count].tolist()
+        inputs.meta.block_tables[row, :count] = -1
+    inputs.kv.data[gone] = float("nan")
+    return len(gone)
+
+
 def truth(case: AttentionCase, rounded_to: str) -> Tensor:
     """The reference in float64, on inputs rounded to the dtype."""
     kernels = choose(

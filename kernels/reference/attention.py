@@ -17,17 +17,19 @@ def attention(
     starts, lengths = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
     for sequence, length in enumerate(lengths):
         first, last = starts[sequence], starts[sequence + 1]
-        slots = sequence_slots(meta.block_tables[sequence], length, kv)
+        # What no query sees may be gone.
+        unseen = 0 if window is None else max(length - (last - first) - window + 1, 0)
+        slots = sequence_slots(meta.block_tables[sequence], unseen, length, kv)
         key, value = read(kv, slots)
         out[first:last] = attend(query[first:last], key, value, scale, window, soft_cap)
     return out
 
 
-def sequence_slots(table: Tensor, length: int, kv: LayerKV) -> Tensor:
-    """Slots of a sequence's tokens, in order."""
-    positions = torch.arange(length, device=table.device)
+def sequence_slots(table: Tensor, first: int, length: int, kv: LayerKV) -> Tensor:
+    """Slots of a sequence's tokens from `first` up to `length`, in order."""
+    positions = torch.arange(first, length, device=table.device)
     blocks = table[positions // kv.spec.block_size].long()
-    if length and (int(blocks.min()) < 0 or int(blocks.max()) >= kv.num_blocks):
+    if length > first and (int(blocks.min()) < 0 or int(blocks.max()) >= kv.num_blocks):
         raise KernelError(f"attention: block table outside of {kv.num_blocks} blocks: {table.tolist()}")
     return blocks * kv.spec.block_size + positions % kv.spec.block_size
 
@@ -35,7 +37,7 @@ def sequence_slots(table: Tensor, length: int, kv: LayerKV) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
 ) -> Tensor:
-    """Queries [Q, H, D], the last Q of the n tokens of key and value [n, G, D]."""
+    """Queries [Q, H, D], the last Q of n tokens that follow each other: key and value [n, G, D]."""
     num_queries, num_heads, _ = query.shape
     length, num_kv_heads, _ = key.shape
     dtype = working_dtype(query)

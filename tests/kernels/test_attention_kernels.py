@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from batchgen.errors import DeviceError, KernelError, ShapeError
-from batchgen.kernels.cases import CASES, TOLERANCE, AttentionCase, make_inputs, relative_rms, truth
+from batchgen.kernels.cases import (
+    CASES,
+    TOLERANCE,
+    AttentionCase,
+    make_inputs,
+    poison_unseen,
+    relative_rms,
+    truth,
+)
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec
 
 
@@ -154,16 +162,23 @@ def test_block_outside_of_the_pool_is_an_error(make_kernels):
             inputs.attend(CASES[0])
 
 
-def test_blocks_before_a_window_need_not_exist(make_kernels):
-    case = AttentionCase(name="freed", query_lens=[2], seq_lens=[100], window=20)
-    inputs = make_inputs(case, make_kernels(), "float32")
+@pytest.mark.parametrize("case", [case for case in CASES if case.window], ids=str)
+def test_blocks_before_a_window_need_not_exist(case, make_kernels):
+    inputs = make_inputs(case, make_kernels(case.head_dim, case.block_size), "float32")
     expected = inputs.attend(case)
-    # Positions from 100 - 2 - 20 + 1 = 79 on are seen: blocks 0 to 3 are not.
-    inputs.meta.block_tables[0, :4] = inputs.meta.block_tables[0, 4]
-    inputs.kv.data[[b for b in range(inputs.kv.num_blocks) if b not in inputs.meta.block_tables]] = float(
-        "nan"
-    )
-    assert torch.equal(inputs.attend(case), expected)
+    assert poison_unseen(inputs, case)
+    assert relative_rms(inputs.attend(case), expected) < TOLERANCE["float32"]
+
+
+def test_a_block_within_the_window_must_exist(make_kernels):
+    case = AttentionCase(name="lost", query_lens=[2], seq_lens=[100], window=20)
+    inputs = make_inputs(case, make_kernels(), "float32")
+    # Positions from 100 - 2 - 20 + 1 = 79 on are seen, the last of block 4.
+    inputs.meta.block_tables[0, :4] = -1
+    inputs.attend(case)
+    inputs.meta.block_tables[0, 4] = -1
+    with pytest.raises(KernelError, match="outside"):
+        inputs.attend(case)
 
 
 def test_wrong_shapes_and_values_are_refused(make_kernels):

@@ -15,7 +15,15 @@ import pytest
 import torch
 
 from batchgen.errors import KernelError
-from batchgen.kernels.cases import CASES, TOLERANCE, AttentionCase, make_inputs, relative_rms, truth
+from batchgen.kernels.cases import (
+    CASES,
+    TOLERANCE,
+    AttentionCase,
+    make_inputs,
+    poison_unseen,
+    relative_rms,
+    truth,
+)
 from batchgen.kernels.kv import KVCacheSpec, torch_dtype
 from batchgen.kernels.ops import choose
 
@@ -94,6 +102,16 @@ def _kernels(dtype: str, case: AttentionCase):
 def test_gpu_attention_is_the_reference(case, dtype):
     inputs = make_inputs(case, _kernels(dtype, case), dtype, DEVICE)
     assert relative_rms(inputs.attend(case), truth(case, dtype)) < TOLERANCE[dtype]
+
+
+@needs_triton
+@runs_kernels
+@pytest.mark.parametrize("case", [case for case in CASES if case.window], ids=str)
+def test_gpu_blocks_before_a_window_need_not_exist(case):
+    inputs = make_inputs(case, _kernels("float16", case), "float16", DEVICE)
+    expected = inputs.attend(case)
+    assert poison_unseen(inputs, case)
+    assert torch.equal(inputs.attend(case), expected)
 
 
 @needs_triton
