@@ -10,6 +10,10 @@ from batchgen.errors import ConfigError, UnknownNameError
 # More would only be a slip of the finger, which the OpenMP runtime answers by ending the process.
 MOST_THREADS = 1024
 _FLAG_OR_NONE = (None, True, False)
+_LOOKUP_MAX, _LOOKUP_MIN = 4, 2
+# vLLM's name of the setting `speculative`.
+_VLLM_SPECULATIVE = "speculative_config"
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
 def _check(is_right: bool, name: str, value: Any, rule: str) -> None:
@@ -95,6 +99,33 @@ class ModelSettings:
         )
         _check(type(self.seed) is int, "seed", self.seed, "a whole number")
         _check(self.reproducible in _FLAG_OR_NONE, "reproducible", self.reproducible, "true, false or null")
+        self._check_outputs()
+
+    def _check_outputs(self) -> None:
+        _check(
+            type(self.max_logprobs) is int and self.max_logprobs >= -1,
+            "max_logprobs",
+            self.max_logprobs,
+            "0 or more, or -1 for no limit",
+        )
+        _check(
+            self.logprobs_mode in LOGPROBS_MODES,
+            "logprobs_mode",
+            self.logprobs_mode,
+            f"{', '.join(LOGPROBS_MODES[:-1])} or {LOGPROBS_MODES[-1]}",
+        )
+        _check(
+            self.reasoning_config is None or isinstance(self.reasoning_config, Mapping),
+            "reasoning_config",
+            self.reasoning_config,
+            "a mapping",
+        )
+        _check(
+            self.disable_log_stats in (True, False),
+            "disable_log_stats",
+            self.disable_log_stats,
+            "true or false",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,11 +258,68 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NgramSettings:
+    """Drafting by prompt lookup: what followed the last place that reads like the end of the text.
+
+    Args:
+        num_speculative_tokens: most tokens drafted ahead.
+        prompt_lookup_max: longest end of the text that is looked up, in tokens.
+        prompt_lookup_min: shortest.
+    """
+
+    num_speculative_tokens: int = 4
+    prompt_lookup_max: int = _LOOKUP_MAX
+    prompt_lookup_min: int = _LOOKUP_MIN
+
+    def __post_init__(self) -> None:
+        most = {
+            "num_speculative_tokens": 64,
+            "prompt_lookup_max": 64,
+            "prompt_lookup_min": self.prompt_lookup_max,
+        }
+        for name, upper in most.items():
+            value = getattr(self, name)
+            _check(
+                type(value) is int and 1 <= value <= upper, f"speculative.{name}", value, f"from 1 to {upper}"
+            )
+
+    @classmethod
+    def from_mapping(cls, given: Any) -> "NgramSettings":
+        """Build from the `speculative` setting: `method`, which must be ngram, and the fields."""
+        _check(isinstance(given, Mapping), "speculative", given, "a mapping with method: ngram, or null")
+        values = dict(given)
+        known = ["method", *(spec.name for spec in fields(cls))]
+        for name in values:
+            if name not in known:
+                raise UnknownNameError("setting", name, known, "engine setting 'speculative'")
+        _only("speculative.method", values.pop("method", "ngram"), "ngram", "another way of drafting")
+        # One bound alone moves the other's default out of its way.
+        low, high = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
+        if type(low) is int and high is None:
+            values["prompt_lookup_max"] = max(low, _LOOKUP_MAX)
+        if type(high) is int and low is None:
+            values["prompt_lookup_min"] = min(high, _LOOKUP_MIN)
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Drafting tokens ahead: `speculative: {method: ngram, num_speculative_tokens, prompt_lookup_max,
-    prompt_lookup_min}`."""
+    """Drafting tokens ahead, off when null.
+
+    Args:
+        speculative: `method: ngram` and the fields of `NgramSettings`; also called `speculative_config`.
+    """
 
     speculative: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.speculative is not None:
+            NgramSettings.from_mapping(self.speculative)
+
+    @property
+    def ngram(self) -> NgramSettings | None:
+        """How to draft, or None for not at all."""
+        return None if self.speculative is None else NgramSettings.from_mapping(self.speculative)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +354,12 @@ class EngineConfig:
             ConfigError: a value out of range or not built.
         """
         homes = engine_arg_homes()
+        if _VLLM_SPECULATIVE in engine_args:
+            if "speculative" in engine_args:
+                raise ConfigError(
+                    f"{path}: speculative and {_VLLM_SPECULATIVE} are the same setting; give one"
+                )
+            engine_args["speculative"] = engine_args.pop(_VLLM_SPECULATIVE)
         parts: dict[str, dict[str, Any]] = {name: {} for name in set(homes.values())}
         for name, value in engine_args.items():
             if name not in homes:

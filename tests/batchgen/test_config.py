@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 
-from batchgen.config import EngineConfig, engine_arg_homes
+from batchgen.config import EngineConfig, NgramSettings, engine_arg_homes
 from batchgen.errors import ConfigError, UnknownNameError
 
 
@@ -48,6 +48,15 @@ def test_unknown_name_is_refused_with_the_nearest() -> None:
         ("reproducible", "yes", "true, false or null"),
         ("enable_prefix_caching", "yes", "true or false"),
         ("num_threads", 10**9, "1 to 1024"),
+        ("swap_space", -1, "a number of GiB"),
+        ("swap_space", "4", "a number of GiB"),
+        ("delay_factor", -0.5, "a number, 0 or more"),
+        ("long_prefill_token_threshold", -1, "a number of tokens"),
+        ("enable_chunked_prefill", "no", "true or false"),
+        ("max_logprobs", -2, "0 or more, or -1 for no limit"),
+        ("logprobs_mode", "raw", "raw_logprobs, processed_logprobs, raw_logits or processed_logits"),
+        ("reasoning_config", "think", "a mapping"),
+        ("disable_log_stats", "no", "true or false"),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(name: str, value: object, rule: str) -> None:
@@ -62,15 +71,43 @@ def test_value_out_of_range_is_refused_by_name(name: str, value: object, rule: s
         ("enable_lora", True),
         ("quantization", "int8"),
         ("kv_cache_dtype", "fp8"),
-        ("swap_space", 4.0),
-        ("preemption_mode", "swap"),
-        ("speculative", {"method": "ngram"}),
         ("trust_remote_code", True),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{name}=.*not built yet"):
         EngineConfig.from_engine_args(**{"model": "m", name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "eagle"}, "speculative.method='eagle'.*only 'ngram'"),
+        ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
+        ({"num_speculative_tokens": 0}, "'speculative.num_speculative_tokens' must be from 1 to 64"),
+        ({"num_speculative_tokens": "3"}, "'speculative.num_speculative_tokens' must be"),
+        (
+            {"prompt_lookup_min": 3, "prompt_lookup_max": 2},
+            "'speculative.prompt_lookup_min' must be from 1 to 2",
+        ),
+        ("ngram", "'speculative' must be a mapping"),
+    ],
+)
+def test_wrong_settings_of_speculation_are_refused_by_name(given: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_engine_args(model="m", speculative=given)
+
+
+def test_speculation_by_either_name() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+    config = EngineConfig.from_engine_args(model="m", speculative_config=given)
+    assert config == EngineConfig.from_engine_args(model="m", speculative=given)
+    assert config.speculative.ngram == NgramSettings(
+        num_speculative_tokens=3, prompt_lookup_max=1, prompt_lookup_min=1
+    )
+    assert EngineConfig.from_engine_args(model="m").speculative.ngram is None
+    with pytest.raises(ConfigError, match="the same setting"):
+        EngineConfig.from_engine_args(model="m", speculative_config=given, speculative=given)
 
 
 def test_with_values_changes_a_copy() -> None:
