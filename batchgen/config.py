@@ -1,39 +1,77 @@
 """EngineConfig and its parts: frozen, checked, built from vLLM's flat names by one function."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from batchgen.errors import ConfigError, UnknownNameError
+from batchgen.field_rules import (
+    FLAG,
+    FLAG_OR_NONE,
+    TEXT_OR_NONE,
+    Rule,
+    above,
+    check_fields,
+    instance,
+    number,
+    one_of,
+    only_built,
+    or_none,
+    whole,
+)
+from batchgen.ngram_settings import NgramSettings
 
 # More would only be a slip of the finger, which the OpenMP runtime answers by ending the process.
 MOST_THREADS = 1024
-_FLAG_OR_NONE = (None, True, False)
-_LOOKUP_MAX, _LOOKUP_MIN = 4, 2
 # vLLM's name of the setting `speculative`.
 _VLLM_SPECULATIVE = "speculative_config"
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+_SETTING = "engine setting"
+_COUNT_OR_NONE = or_none(whole(1, "1 or more"))
 
-
-def _check(is_right: bool, name: str, value: Any, rule: str) -> None:
-    if not is_right:
-        raise ConfigError(f"engine setting {name!r} must be {rule}; got {value!r}")
-
-
-def _positive_or_none(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-
-
-def _text_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _only(name: str, value: Any, built: Any, what: str) -> None:
-    if value != built:
-        raise ConfigError(
-            f"engine setting {name}={value!r}: {what} is not built yet; only {built!r} is accepted"
-        )
+_MODEL_RULES: dict[str, Rule] = {
+    "model": (
+        lambda value: isinstance(value, str) and bool(value),
+        "a folder, a .gguf file, a hub id or package:NAME/FILE",
+    ),
+    "revision": TEXT_OR_NONE,
+    "tokenizer": TEXT_OR_NONE,
+    "tokenizer_revision": TEXT_OR_NONE,
+    "chat_template": TEXT_OR_NONE,
+    "dtype": one_of("auto", "float32", "float16", "bfloat16", words="auto, float32, float16 or bfloat16"),
+    "max_model_len": _COUNT_OR_NONE,
+    "device": one_of("auto", "cpu", "cuda", words="auto, cpu or cuda"),
+    "kernel_backend": one_of(None, "reference", "cpu", "gpu", words="reference, cpu or gpu"),
+    "generation_config": one_of("auto", "none", words="auto (the model's own defaults) or none"),
+    "num_threads": or_none(whole(1, f"from 1 to {MOST_THREADS}", MOST_THREADS)),
+    "seed": whole(-math.inf, "a whole number"),
+    "reproducible": FLAG_OR_NONE,
+    "max_logprobs": whole(-1, "0 or more, or -1 for no limit"),
+    "logprobs_mode": one_of(
+        *LOGPROBS_MODES, words=f"{', '.join(LOGPROBS_MODES[:-1])} or {LOGPROBS_MODES[-1]}"
+    ),
+    "reasoning_config": or_none(instance(Mapping, "a mapping")),
+    "disable_log_stats": FLAG,
+}
+_CACHE_RULES: dict[str, Rule] = {
+    "block_size": (lambda value: type(value) is int and value >= 16 and value % 16 == 0, "a multiple of 16"),
+    "num_gpu_blocks_override": _COUNT_OR_NONE,
+    "kv_cache_memory_bytes": _COUNT_OR_NONE,
+    "gpu_memory_utilization": above(0, 1, "above 0 and at most 1"),
+    "enable_prefix_caching": FLAG,
+    "swap_space": number(0, math.inf, "a number of GiB, 0 or more"),
+}
+_SCHEDULER_RULES: dict[str, Rule] = {
+    "max_num_seqs": _COUNT_OR_NONE,
+    "max_num_batched_tokens": _COUNT_OR_NONE,
+    "scheduling_policy": one_of("fcfs", "priority", words="fcfs or priority"),
+    "enable_chunked_prefill": FLAG,
+    "long_prefill_token_threshold": whole(0, "a number of tokens, or 0 for no limit"),
+    "delay_factor": number(0, math.inf, "a number, 0 or more"),
+    "preemption_mode": one_of(None, "recompute", "swap", words="recompute or swap"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,71 +99,9 @@ class ModelSettings:
     disable_log_stats: bool = False
 
     def __post_init__(self) -> None:
-        _check(
-            isinstance(self.model, str) and bool(self.model),
-            "model",
-            self.model,
-            "a folder, a .gguf file, a hub id or package:NAME/FILE",
-        )
-        for name in ("revision", "tokenizer", "tokenizer_revision", "chat_template"):
-            _check(_text_or_none(getattr(self, name)), name, getattr(self, name), "a text")
-        _check(
-            self.dtype in ("auto", "float32", "float16", "bfloat16"),
-            "dtype",
-            self.dtype,
-            "auto, float32, float16 or bfloat16",
-        )
-        _only("quantization", self.quantization, None, "quantization")
-        _check(_positive_or_none(self.max_model_len), "max_model_len", self.max_model_len, "1 or more")
-        _check(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
-        _check(
-            self.kernel_backend in (None, "reference", "cpu", "gpu"),
-            "kernel_backend",
-            self.kernel_backend,
-            "reference, cpu or gpu",
-        )
-        _check(
-            self.generation_config in ("auto", "none"),
-            "generation_config",
-            self.generation_config,
-            "auto (the model's own defaults) or none",
-        )
-        _only("trust_remote_code", self.trust_remote_code, False, "running a model's own code")
-        _check(
-            _positive_or_none(self.num_threads) and (self.num_threads or 1) <= MOST_THREADS,
-            "num_threads",
-            self.num_threads,
-            f"from 1 to {MOST_THREADS}",
-        )
-        _check(type(self.seed) is int, "seed", self.seed, "a whole number")
-        _check(self.reproducible in _FLAG_OR_NONE, "reproducible", self.reproducible, "true, false or null")
-        self._check_outputs()
-
-    def _check_outputs(self) -> None:
-        _check(
-            type(self.max_logprobs) is int and self.max_logprobs >= -1,
-            "max_logprobs",
-            self.max_logprobs,
-            "0 or more, or -1 for no limit",
-        )
-        _check(
-            self.logprobs_mode in LOGPROBS_MODES,
-            "logprobs_mode",
-            self.logprobs_mode,
-            f"{', '.join(LOGPROBS_MODES[:-1])} or {LOGPROBS_MODES[-1]}",
-        )
-        _check(
-            self.reasoning_config is None or isinstance(self.reasoning_config, Mapping),
-            "reasoning_config",
-            self.reasoning_config,
-            "a mapping",
-        )
-        _check(
-            self.disable_log_stats in (True, False),
-            "disable_log_stats",
-            self.disable_log_stats,
-            "true or false",
-        )
+        check_fields(self, _MODEL_RULES, _SETTING)
+        only_built("quantization", self.quantization, None, "quantization")
+        only_built("trust_remote_code", self.trust_remote_code, False, "running a model's own code")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,43 +117,8 @@ class CacheConfig:
     swap_space: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(
-            type(self.block_size) is int and self.block_size >= 16 and self.block_size % 16 == 0,
-            "block_size",
-            self.block_size,
-            "a multiple of 16",
-        )
-        _check(
-            _positive_or_none(self.num_gpu_blocks_override),
-            "num_gpu_blocks_override",
-            self.num_gpu_blocks_override,
-            "1 or more",
-        )
-        _check(
-            _positive_or_none(self.kv_cache_memory_bytes),
-            "kv_cache_memory_bytes",
-            self.kv_cache_memory_bytes,
-            "1 or more",
-        )
-        _check(
-            type(self.gpu_memory_utilization) in (int, float) and 0 < self.gpu_memory_utilization <= 1,
-            "gpu_memory_utilization",
-            self.gpu_memory_utilization,
-            "above 0 and at most 1",
-        )
-        _check(
-            self.enable_prefix_caching in (True, False),
-            "enable_prefix_caching",
-            self.enable_prefix_caching,
-            "true or false",
-        )
-        _only("kv_cache_dtype", self.kv_cache_dtype, "auto", "a KV cache in another type")
-        _check(
-            type(self.swap_space) in (int, float) and 0 <= self.swap_space < float("inf"),
-            "swap_space",
-            self.swap_space,
-            "a number of GiB, 0 or more",
-        )
+        check_fields(self, _CACHE_RULES, _SETTING)
+        only_built("kv_cache_dtype", self.kv_cache_dtype, "auto", "a KV cache in another type")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,43 +134,7 @@ class SchedulerConfig:
     preemption_mode: str | None = None
 
     def __post_init__(self) -> None:
-        _check(_positive_or_none(self.max_num_seqs), "max_num_seqs", self.max_num_seqs, "1 or more")
-        _check(
-            _positive_or_none(self.max_num_batched_tokens),
-            "max_num_batched_tokens",
-            self.max_num_batched_tokens,
-            "1 or more",
-        )
-        _check(
-            self.scheduling_policy in ("fcfs", "priority"),
-            "scheduling_policy",
-            self.scheduling_policy,
-            "fcfs or priority",
-        )
-        _check(
-            self.enable_chunked_prefill in (True, False),
-            "enable_chunked_prefill",
-            self.enable_chunked_prefill,
-            "true or false",
-        )
-        _check(
-            type(self.long_prefill_token_threshold) is int and self.long_prefill_token_threshold >= 0,
-            "long_prefill_token_threshold",
-            self.long_prefill_token_threshold,
-            "a number of tokens, or 0 for no limit",
-        )
-        _check(
-            type(self.delay_factor) in (int, float) and 0 <= self.delay_factor < float("inf"),
-            "delay_factor",
-            self.delay_factor,
-            "a number, 0 or more",
-        )
-        _check(
-            self.preemption_mode in (None, "recompute", "swap"),
-            "preemption_mode",
-            self.preemption_mode,
-            "recompute or swap",
-        )
+        check_fields(self, _SCHEDULER_RULES, _SETTING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +148,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            _only(name, getattr(self, name), 1, "more than one device")
-        _only("enable_expert_parallel", self.enable_expert_parallel, False, "expert parallelism")
+            only_built(name, getattr(self, name), 1, "more than one device")
+        only_built("enable_expert_parallel", self.enable_expert_parallel, False, "expert parallelism")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,52 +159,7 @@ class LoRAConfig:
     enable_lora: bool = False
 
     def __post_init__(self) -> None:
-        _only("enable_lora", self.enable_lora, False, "LoRA")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NgramSettings:
-    """Drafting by prompt lookup: what followed the last place that reads like the end of the text.
-
-    Args:
-        num_speculative_tokens: most tokens drafted ahead.
-        prompt_lookup_max: longest end of the text that is looked up, in tokens.
-        prompt_lookup_min: shortest.
-    """
-
-    num_speculative_tokens: int = 4
-    prompt_lookup_max: int = _LOOKUP_MAX
-    prompt_lookup_min: int = _LOOKUP_MIN
-
-    def __post_init__(self) -> None:
-        most = {
-            "num_speculative_tokens": 64,
-            "prompt_lookup_max": 64,
-            "prompt_lookup_min": self.prompt_lookup_max,
-        }
-        for name, upper in most.items():
-            value = getattr(self, name)
-            _check(
-                type(value) is int and 1 <= value <= upper, f"speculative.{name}", value, f"from 1 to {upper}"
-            )
-
-    @classmethod
-    def from_mapping(cls, given: Any) -> "NgramSettings":
-        """Build from the `speculative` setting: `method`, which must be ngram, and the fields."""
-        _check(isinstance(given, Mapping), "speculative", given, "a mapping with method: ngram, or null")
-        values = dict(given)
-        known = ["method", *(spec.name for spec in fields(cls))]
-        for name in values:
-            if name not in known:
-                raise UnknownNameError("setting", name, known, "engine setting 'speculative'")
-        _only("speculative.method", values.pop("method", "ngram"), "ngram", "another way of drafting")
-        # One bound alone moves the other's default out of its way.
-        low, high = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
-        if type(low) is int and high is None:
-            values["prompt_lookup_max"] = max(low, _LOOKUP_MAX)
-        if type(high) is int and low is None:
-            values["prompt_lookup_min"] = min(high, _LOOKUP_MIN)
-        return cls(**values)
+        only_built("enable_lora", self.enable_lora, False, "LoRA")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

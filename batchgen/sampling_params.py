@@ -2,33 +2,38 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 from batchgen.errors import ConfigError, UnknownNameError
-from batchgen.sampling_parts import RepetitionDetection, StructuredOutputsParams
-
-GREEDY_BELOW = 1e-5
-LOWEST_TEMPERATURE = 0.01
-
-# Fields that vLLM has and that batchgen does not offer (docs/vllm.md says why): a value other than the default
-# is refused by name.
-REFUSED = frozenset(
-    ("watermarking", "routed_experts_prompt_start", "trace_decode_token_ids", "skip_clone", "extra_args")
+from batchgen.sampling_checks import GREEDY_BELOW, REFUSED, check_each, check_together
+from batchgen.sampling_parts import (
+    BeamSearchParams,
+    RepetitionDetection,
+    RequestOutputKind,
+    StructuredOutputsParams,
 )
 
-_FLAGS = (
-    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output",
+__all__ = [
+    "GREEDY_BELOW",
+    "REFUSED",
+    "BeamSearchParams",
+    "RepetitionDetection",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
+
+LOWEST_TEMPERATURE = 0.01
+
+# Lists that stand for tuples, so that nobody changes a request under way.
+_TUPLES = (
+    "stop", "bad_words", "stop_token_ids", "allowed_token_ids", "logprob_token_ids",
+    "prompt_logprob_token_ids",
 )  # fmt: skip
-
-
-class RequestOutputKind(Enum):
-    """What each `RequestOutput` of a request carries."""
-
-    CUMULATIVE = 0
-    DELTA = 1
-    FINAL_ONLY = 2
+_PARTS: dict[str, type[StructuredOutputsParams] | type[RepetitionDetection]] = {
+    "structured_outputs": StructuredOutputsParams,
+    "repetition_detection": RepetitionDetection,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +42,12 @@ class SamplingParams:
 
     One default differs: `max_tokens` is None, which means up to the context, never a hidden 16.
     A `temperature` below 1e-5 is greedy (then `top_p`, `top_k` and `min_p` have no effect); between that and
-    0.01 it is raised to 0.01.
+    0.01 it is raised to 0.01. `best_of`, `use_beam_search`, `length_penalty`, `early_stopping` and
+    `truncate_prompt_tokens` are those of older releases of vLLM. docs/vllm.md goes through all fields.
 
     Raises:
-        ConfigError: a value out of range, or a field that is not built yet; the message names the field.
+        ConfigError: a value out of range, fields that exclude each other, or a field that is not offered; the
+            message names the field.
     """
 
     n: int = 1
@@ -92,24 +99,26 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._normalise()
-        _check_ranges(self)
-        for spec in fields(self):
-            if spec.name in REFUSED and getattr(self, spec.name) != spec.default:
-                raise ConfigError(
-                    f"sampling parameter {spec.name!r} is not offered (got {getattr(self, spec.name)!r}); "
-                    f"leave it out"
-                )
+        check_each(self)
+        check_together(self)
 
     def _normalise(self) -> None:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        for name in ("stop", "stop_token_ids", "bad_words"):
+        for name in _TUPLES:
             given: Any = getattr(self, name)
-            if given is None or isinstance(given, list | tuple | set | frozenset):
-                put(name, tuple(given or ()))
-            elif name != "stop_token_ids" and isinstance(given, str):
+            if isinstance(given, list | tuple | set | frozenset | range):
+                put(name, tuple(given))
+            elif isinstance(given, str) and name in ("stop", "bad_words"):
                 put(name, (given,))
+            elif given is None and name in ("stop", "bad_words", "stop_token_ids"):
+                put(name, ())
+        for name, part in _PARTS.items():
+            if isinstance(value := getattr(self, name), Mapping):
+                put(name, part.from_mapping(value, name))
+        if self.repetition_detection == RepetitionDetection(max_pattern_size=0):
+            put("repetition_detection", None)
         if self.seed == -1:
             put("seed", None)
         if self.logit_bias is not None:
@@ -121,6 +130,13 @@ class SamplingParams:
             put("temperature", LOWEST_TEMPERATURE)
         if self.top_k == -1:
             put("top_k", 0)
+        # Positions read from the prefix cache have no logits to score the prompt by.
+        if (
+            self.prompt_logprobs is not None
+            and self.skip_reading_prefix_cache is None
+            and self.prompt_logprob_start in (None, 0, 1)
+        ):
+            put("skip_reading_prefix_cache", True)
 
     @property
     def is_greedy(self) -> bool:
@@ -145,7 +161,20 @@ class SamplingParams:
         )
 
     @classmethod
-    def from_mapping(cls, data: Mapping[str, Any], path: str = "sampling") -> "SamplingParams":
+    def check_field(cls, **value: Any) -> None:
+        """Check fields by themselves, without those that they may need beside them.
+
+        Raises:
+            ConfigError: a value out of range.
+        """
+        alone = object.__new__(cls)
+        for spec in fields(cls):
+            object.__setattr__(alone, spec.name, value.get(spec.name, spec.default))
+        alone._normalise()
+        check_each(alone)
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any], path: str = "sampling") -> Self:
         """Build from names and values; unknown names are refused with the nearest one.
 
         `max_new_tokens` is accepted as another name of `max_tokens`.
@@ -162,20 +191,21 @@ class SamplingParams:
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The fields as plain values, for storing beside results; `output_kind` and refused ones left out."""
+        """The fields as plain values, for storing beside results; `output_kind` and refused ones left out.
+
+        `from_mapping` makes the same params of them.
+        """
         return {
-            spec.name: list(value) if isinstance(value := getattr(self, spec.name), tuple) else value
+            spec.name: _plain(getattr(self, spec.name))
             for spec in fields(self)
             if spec.name not in REFUSED and spec.name != "output_kind"
         }
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _plain(value: Any) -> Any:
+    if isinstance(value, StructuredOutputsParams | RepetitionDetection):
+        return value.to_mapping()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _as_bias(given: Any) -> dict[int, float]:
@@ -187,48 +217,3 @@ def _as_bias(given: Any) -> dict[int, float]:
             f"sampling parameter 'logit_bias' must be a mapping of token id to a bias from -100 to 100; "
             f"got {given!r}"
         ) from error
-
-
-def _check_ranges(params: SamplingParams) -> None:
-    def need(name: str, is_right: bool, rule: str) -> None:
-        if not is_right:
-            raise ConfigError(f"sampling parameter {name!r} must be {rule}; got {getattr(params, name)!r}")
-
-    p = params
-    need("n", _is_int(p.n) and 1 <= p.n <= 16384, "a whole number from 1 to 16384")
-    need(
-        "temperature", _is_number(p.temperature) and 0 <= p.temperature < float("inf"), "a number, 0 or more"
-    )
-    need("top_p", _is_number(p.top_p) and 0 < p.top_p <= 1, "above 0 and at most 1")
-    need("top_k", _is_int(p.top_k) and p.top_k >= 0, "a whole number: 0 or -1 for all tokens, else 1 or more")
-    need("min_p", _is_number(p.min_p) and 0 <= p.min_p <= 1, "from 0 to 1")
-    need("seed", p.seed is None or _is_int(p.seed), "a whole number or null")
-    need(
-        "stop",
-        isinstance(p.stop, tuple) and all(isinstance(s, str) and s for s in p.stop),
-        "a non-empty string or a list of such",
-    )
-    need(
-        "stop_token_ids",
-        isinstance(p.stop_token_ids, tuple) and all(_is_int(t) and t >= 0 for t in p.stop_token_ids),
-        "a list of token ids",
-    )
-    need(
-        "max_tokens",
-        p.max_tokens is None or (_is_int(p.max_tokens) and p.max_tokens >= 1),
-        "1 or more, or null",
-    )
-    need("min_tokens", _is_int(p.min_tokens) and p.min_tokens >= 0, "a whole number, 0 or more")
-    if p.max_tokens is not None:
-        need("min_tokens", p.min_tokens <= p.max_tokens, f"at most max_tokens ({p.max_tokens})")
-    if p.logit_bias is not None:
-        need(
-            "logit_bias",
-            all(t >= 0 and abs(b) <= 100 for t, b in p.logit_bias.items()),
-            "a mapping of token id to a bias from -100 to 100",
-        )
-    for name in _FLAGS:
-        need(name, isinstance(getattr(p, name), bool), "true or false")
-    need("output_kind", isinstance(p.output_kind, RequestOutputKind), "a RequestOutputKind")
-    if p.stop and not p.detokenize:
-        raise ConfigError("sampling parameter 'stop' needs detokenize: true; stop strings are found in text")

@@ -1,16 +1,59 @@
 """The parts of SamplingParams that have fields of their own. Checks and nothing else; no torch."""
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, Self
+
+from batchgen.errors import ConfigError, UnknownNameError
+
+# Of these a StructuredOutputsParams has exactly one.
+GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class RequestOutputKind(Enum):
+    """What each `RequestOutput` of a request carries."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class _Part:
+    """A part that a mapping stands for, in a job file or in JSON."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_mapping(cls, data: Any, path: str) -> Self:
+        """Build from names and values; unknown names are refused with the nearest one."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(
+                f"{path} must be a {cls.__name__} or a mapping of its fields; got {type(data).__name__}"
+            )
+        known = [spec.name for spec in fields(cls)]  # type: ignore[arg-type]
+        for name in data:
+            if name not in known:
+                raise UnknownNameError("field", str(name), known, path)
+        return cls(**data)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The fields that are set, as plain JSON types; `from_mapping` makes the same of them."""
+        found = {}
+        for spec in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, spec.name)
+            if value != spec.default:
+                found[spec.name] = list(value) if isinstance(value, tuple) else value
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputsParams:
-    """What a sample's text must conform to; exactly one of `json`, `json_object`, `regex`, `choice`, `grammar`.
+class StructuredOutputsParams(_Part):
+    """What a sample's text must conform to: one of `json`, `json_object`, `regex`, `choice` and `grammar`.
 
     Args:
-        json: a JSON schema, as a mapping or as text.
+        json: a JSON schema, as a mapping, as text, or as a pydantic model.
         json_object: any JSON object.
         regex: a regular expression that the whole text matches.
         choice: one of these texts.
@@ -18,6 +61,11 @@ class StructuredOutputsParams:
         disable_any_whitespace: JSON without whitespace between tokens; otherwise it is bounded.
         disable_additional_properties: objects have no properties but those that the schema names.
         whitespace_pattern: a regular expression of the whitespace that may stand between JSON tokens.
+        structural_tag: vLLM's; not offered.
+
+    Raises:
+        ConfigError: not exactly one grammar, or one that is no grammar at all. Whether the engine can enforce
+            it is found out when it runs.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -28,21 +76,89 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    structural_tag: Any = None
+
+    def __post_init__(self) -> None:
+        if hasattr(self.json, "model_json_schema"):
+            object.__setattr__(self, "json", self.json.model_json_schema())
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        if self.structural_tag is not None:
+            raise ConfigError(
+                "structured_outputs: 'structural_tag' is not offered; describe the text with 'grammar'"
+            )
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"structured_outputs needs exactly one of {', '.join(GRAMMARS)}; "
+                f"got {' and '.join(given) or 'none'}"
+            )
+        self._check_values()
+
+    def _check_values(self) -> None:
+        def need(name: str, is_right: bool, rule: str) -> None:
+            if not is_right:
+                raise ConfigError(
+                    f"structured_outputs: {name!r} must be {rule}; got {getattr(self, name)!r:.100}"
+                )
+
+        if self.json is not None:
+            need("json", isinstance(_parsed(self.json), Mapping | bool), "a JSON schema")
+        need("json_object", self.json_object in (None, True), "true")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            need(name, value is None or (isinstance(value, str) and bool(value)), "a non-empty text")
+        if self.choice is not None:
+            is_texts = isinstance(self.choice, tuple) and all(isinstance(each, str) for each in self.choice)
+            need("choice", is_texts and any(self.choice), "a list of texts, not all of them empty")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            need(name, isinstance(getattr(self, name), bool), "true or false")
+        is_text = self.whitespace_pattern is None or isinstance(self.whitespace_pattern, str)
+        need("whitespace_pattern", is_text, "a regular expression")
+
+
+def _parsed(schema: Any) -> Any:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepetitionDetection:
-    """Ends a sample whose last tokens are one pattern again and again.
+class RepetitionDetection(_Part):
+    """Ends a sample whose last tokens are one pattern again and again; finish reason `repetition`.
 
     Args:
         max_pattern_size: longest pattern looked for, in tokens; 0 looks for none.
         min_pattern_size: shortest.
         min_count: how many times it must stand there, 2 or more.
+
+    Raises:
+        ConfigError: a value out of range.
     """
 
     max_pattern_size: int = 0
     min_pattern_size: int = 1
     min_count: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_pattern_size", 0), ("min_pattern_size", 0), ("min_count", 2)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(
+                    f"repetition_detection: {name!r} must be a whole number, {least} or more; got {value!r}"
+                )
+        if self.min_pattern_size == 0:
+            object.__setattr__(self, "min_pattern_size", 1)
+        if 0 < self.max_pattern_size < self.min_pattern_size:
+            raise ConfigError(
+                f"repetition_detection: 'min_pattern_size' must be at most max_pattern_size "
+                f"({self.max_pattern_size}); got {self.min_pattern_size}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +169,14 @@ class BeamSearchParams:
         beam_width: beams kept at every step, and sequences given back.
         max_tokens: most tokens of a sequence.
         ignore_eos: go on after end-of-sequence.
+        temperature: 0; a beam search draws nothing.
         length_penalty: a finished sequence's score is its log probability over (its length ** this).
         early_stopping: True ends when `beam_width` sequences have finished; False when no open beam is likely
             to beat them; "never" when none can.
+        include_stop_str_in_output: keep the end-of-sequence token in `tokens`.
+
+    Raises:
+        ConfigError: a width or a length below 1. The other values are checked by SamplingParams.
     """
 
     beam_width: int
@@ -67,3 +188,12 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True
+    watermarking: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"beam search: {name!r} must be a whole number, 1 or more; got {value!r}")
+        if self.watermarking is not None:
+            raise ConfigError("beam search: 'watermarking' is not offered; leave it out")

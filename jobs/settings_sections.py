@@ -81,7 +81,7 @@ else:
         "_SamplingFields",
         __base__=Section,
         __module__=__name__,
-        **_settings_fields(SamplingParams, SamplingParams, _NOT_FOR_JOBS),
+        **_settings_fields(SamplingParams, SamplingParams.check_field, _NOT_FOR_JOBS),
     )
 
 

@@ -50,11 +50,17 @@ def test_the_job_wins_and_origins_say_so() -> None:
     assert "eos_token_id" not in origins
 
 
-def test_a_models_default_that_is_not_built_is_named() -> None:
+def test_a_models_penalty_is_taken() -> None:
     params, origins = effective_params({}, {"repetition_penalty": 1.1})
-    assert params.repetition_penalty == 1.0
-    assert origins["repetition_penalty"] == "ignored: generation_config has 1.1, which is not built yet"
-    assert "repetition_penalty" not in effective_params({}, {"repetition_penalty": 1.0})[1]
+    assert params.repetition_penalty == 1.1
+    assert origins["repetition_penalty"] == "generation_config"
+
+
+def test_what_a_model_says_of_drawing_is_not_meant_for_beams() -> None:
+    own = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    params, origins = effective_params({"use_beam_search": True, "n": 2, "temperature": 0}, own)
+    assert (params.top_p, params.top_k, params.repetition_penalty) == (1.0, 0, 1.1)
+    assert origins["top_p"] == "default"
 
 
 def test_a_models_bad_default_is_laid_at_its_door() -> None:
