@@ -57,6 +57,10 @@ class PackedLinear(ABC):
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: ids [T] int64 -> [T, K], so that a tied embedding needs no second copy."""
 
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """All that is kept, so that it can be moved out of the way and back."""
+
 
 class KernelBackend(ABC):
     """One set of kernels for one kind of device. `batchgen.kernels.ops.Kernels` documents every operation.

@@ -1,6 +1,5 @@
 """KVCacheSpec, LayerKV and AttentionMeta: what the KV cache of a layer is, and how a batch reads it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +18,10 @@ DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The KV cache of one layer. Layers of equal spec form a group with its own block tables.
+    """The KV cache of one layer.
 
-    `kind` is "full"; sliding windows (`window` set), latent and state caches come later under other kinds.
+    `window` None keeps all positions, else the last so many are enough. `kind` is "full"; latent and state
+    caches come later under other kinds.
     """
 
     num_kv_heads: int
@@ -37,15 +37,11 @@ class KVCacheSpec:
         return 2 * self.num_kv_heads * self.head_dim * self.block_size * DTYPE_BYTES[self.dtype]
 
 
-def kv_groups(specs: Sequence[KVCacheSpec]) -> list[int]:
-    """The group of each layer: layers of equal spec share one; groups are numbered as they come."""
-    numbers: dict[KVCacheSpec, int] = {}
-    return [numbers.setdefault(spec, len(numbers)) for spec in specs]
-
-
 @dataclass(slots=True)
 class LayerKV:
-    """The blocks of one layer. Opaque: only the backend that made it knows the layout inside a block.
+    """The blocks of one layer, or of several that share them.
+
+    Opaque: only the backend that made it knows the layout inside a block.
 
     `data` is contiguous with the block as its outermost dimension, so copying, swapping and poisoning a block
     need no layout: `data[i]` is block i, whole.
@@ -69,11 +65,11 @@ class AttentionMeta:
         query_start_loc  [S + 1] int32  tokens of sequence s are query_start_loc[s] : query_start_loc[s + 1]
         seq_lens         [S] int32      tokens of sequence s in the cache once this step is written; the last
                                         of them are this step's
-        block_tables     [S, M] int32   row s lists the blocks of sequence s, then -1
+        block_tables     [S, M] int32   row s lists the blocks of sequence s, then -1; also -1 for blocks that
+                                        lie wholly before the window of the sequence's first query
         slot_mapping     [T] int32      block * block_size + offset where each token is written; -1: nowhere
     Plain values:
         max_query_len, max_seq_len      the largest of each, for choosing a kernel
-        num_common_blocks               leading blocks that all sequences share; a hint that may be 0
     """
 
     query_start_loc: Tensor
@@ -82,7 +78,6 @@ class AttentionMeta:
     slot_mapping: Tensor
     max_query_len: int
     max_seq_len: int
-    num_common_blocks: int = 0
 
     def __post_init__(self) -> None:
         """Check what kernels rely on, once for all layers of a step.

@@ -123,7 +123,6 @@ class SchedulerOutput:
     block_copies: tuple[tuple[int, int], ...] = ()
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
-    num_common_blocks: int = 0
     finished_seq_ids: tuple[int, ...] = field(default=())
 
     @property

@@ -53,6 +53,12 @@ class Embedding:
             return self.head.missing()
         return [(0, "weight")] if self._table is None else []
 
+    def tensors(self) -> list[Tensor]:
+        """The table in memory, or the head that it is."""
+        if self.head is not None:
+            return self.head.tensors()
+        return [] if self._table is None else [self._table]
+
     def __call__(self, ids: Tensor) -> Tensor:
         """Look up: ids [T] int64, within the vocabulary -> [T, E]."""
         if self.parallel.size == 1:

@@ -79,6 +79,10 @@ class LinearLayer:
         """(part, parameter) of the tensors that have not come."""
         return sorted(self._waiting)
 
+    def tensors(self) -> list[Tensor]:
+        """The weights in memory."""
+        return self.method.tensors(self.weights)
+
     def __call__(self, x: Activation, out: Tensor | None = None) -> Tensor:
         """Multiply: x [T, K] -> [T, N], this rank's inputs to this rank's outputs (Row: the whole sum)."""
         return self.method.apply(self.weights, x, out)

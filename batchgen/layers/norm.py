@@ -38,6 +38,10 @@ class RMSNorm:
         """(part, parameter) of the tensors that have not come."""
         return [(0, "weight")] if self.weight is None else []
 
+    def tensors(self) -> list[Tensor]:
+        """The weight in memory."""
+        return [] if self.weight is None else [self.weight]
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Norm the last dimension of x [T, E] or [T, H, E]."""
         assert self.weight is not None

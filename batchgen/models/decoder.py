@@ -7,13 +7,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV, kv_groups
+from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
 from batchgen.kernels.ops import Kernels
 from batchgen.layers.embedding import Embedding
 from batchgen.layers.linear import LMHead, MergedLinear, QKVLinear, RowLinear
 from batchgen.layers.norm import RMSNorm
 from batchgen.layers.parallel import ParallelContext
 from batchgen.layers.rotary import RotaryEmbedding
+from batchgen.models.kv_layout import KVLayout, kv_layout
 from batchgen.models.model_config import ModelConfig
 from batchgen.models.workspace import Activations, Workspace
 from batchgen.quantization.base import Activation, LinearMethod
@@ -34,6 +35,9 @@ class WeightTarget(Protocol):
 
     def missing(self) -> list[tuple[int, str]]:
         """(part, parameter) of the tensors that have not come."""
+
+    def tensors(self) -> list[Tensor]:
+        """The weights in memory."""
 
 
 @dataclass(slots=True)
@@ -102,10 +106,10 @@ class Decoder:
         self._targets["model.embed_tokens"] = (self.embedding, 0)
         if not c.tie_embeddings:
             self._targets["lm_head"] = (self.head, 0)
-        rotary = (
+        self._rotary = (
             RotaryEmbedding(c.rope, max_len, kernels, device, rope_divisors) if any(c.uses_rope) else None
         )
-        self.layers = [self._make_layer(index, rotary) for index in range(c.num_layers)]
+        self.layers = [self._make_layer(index, self._rotary) for index in range(c.num_layers)]
         self.norm = self._make_norm("model.norm", c.hidden_size)
         qkv = self._targets["model.layers.0.self_attn.q_proj"][0]
         assert isinstance(qkv, QKVLinear)
@@ -115,11 +119,12 @@ class Decoder:
             vocab_size=c.vocab_size, num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads,
             head_dim=c.head_dim,
         )  # fmt: skip
-        # Full tables for all layers; a layer's window limits what is read, not yet what is kept.
-        self.kv_specs = [
-            KVCacheSpec(qkv.num_kv_heads, c.head_dim, block_size, dtype) for _ in range(c.num_layers)
+        specs = [
+            KVCacheSpec(qkv.num_kv_heads, c.head_dim, block_size, dtype, window=window)
+            for window in c.windows
         ]
-        for layer, group in zip(self.layers, kv_groups(self.kv_specs), strict=True):
+        self.kv_layout: KVLayout = kv_layout(specs, max_len)
+        for layer, group in zip(self.layers, self.kv_layout.groups, strict=True):
             layer.group = group
 
     def weight_targets(self) -> dict[str, tuple[WeightTarget, int]]:
@@ -139,9 +144,20 @@ class Decoder:
             layer.down = wrap(f"{place}.mlp.down_proj", layer.down)
 
     def bind_kv(self, caches: Sequence[LayerKV]) -> None:
-        """Give every layer its cache."""
-        for layer, kv in zip(self.layers, caches, strict=True):
-            layer.kv = kv
+        """Give every layer its cache; there is one for each place of `kv_layout`."""
+        for layer, place in zip(self.layers, self.kv_layout.places, strict=True):
+            layer.kv = caches[place]
+
+    def release(self) -> None:
+        """Let go of the cache and of the activations' memory; `bind_kv` comes before the next step."""
+        for layer in self.layers:
+            layer.kv = None
+        self._workspace.release()
+
+    def tensors(self) -> list[Tensor]:
+        """All that stays in memory between steps but the cache; some of it may come twice."""
+        found = [tensor for target, _ in self._targets.values() for tensor in target.tensors()]
+        return found if self._rotary is None else [*found, self._rotary.cos_sin]
 
     def forward(
         self,

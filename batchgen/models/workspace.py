@@ -70,6 +70,11 @@ class Workspace:
         """An uninitialised [R, V] buffer; it holds until the next call."""
         return self._take("logits", num_rows, self._vocab_size)
 
+    def release(self) -> None:
+        """Give all buffers back; the next use takes new ones."""
+        self._buffers.clear()
+        self._activations.clear()
+
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of qkv [T, (H + 2G) * D] as query [T, H, D], key and value [T, G, D]."""
         heads, groups, size = self._heads

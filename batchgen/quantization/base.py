@@ -106,6 +106,10 @@ class LinearMethod(ABC):
     def apply(self, weights: Any, x: Activation, out: Tensor | None = None) -> Tensor:
         """Multiply: x [T, K] -> [T, N], into `out` when it is given."""
 
+    @abstractmethod
+    def tensors(self, weights: Any) -> list[Tensor]:
+        """All that the weights keep in memory once they are processed."""
+
     def rows(self, weights: Any, ids: Tensor) -> Tensor:
         """Rows of the weight as floats: ids [T] int64 -> [T, K]; for an embedding tied to a head."""
         raise UnsupportedModelError(f"{type(self).__name__} cannot serve an embedding tied to the head")

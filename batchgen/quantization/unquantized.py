@@ -81,6 +81,10 @@ class Unquantized(LinearMethod):
         return self.kernels.linear(x.dense() if isinstance(x, Scaled) else x, weights.packed, out)
 
     @override
+    def tensors(self, weights: FloatWeights) -> list[Tensor]:
+        return [] if weights.packed is None else weights.packed.tensors()
+
+    @override
     def rows(self, weights: FloatWeights, ids: Tensor) -> Tensor:
         assert weights.packed is not None
         return weights.packed.rows(ids)

@@ -53,7 +53,7 @@ def build_batch(
         newest: seq_id -> the token it drew last, for token ids that the scheduler did not know yet.
 
     Raises:
-        EngineError: a token id that nobody knows, or a sequence without tokens.
+        EngineError: a token id that nobody knows, a sequence without tokens, a token without a block.
     """
     sequences = step.sequences
     count = len(sequences)
@@ -92,9 +92,11 @@ def build_batch(
     metas = []
     for group in range(num_groups):
         tables = _block_tables(sequences, group, -(-longest // block_size))
-        slots = tables[of_sequence, positions // block_size] * block_size + (positions % block_size).astype(
-            np.int32
-        )
+        blocks = tables[of_sequence, positions // block_size]
+        if blocks.size and blocks.min() < 0:
+            sequence = sequences[of_sequence[int(blocks.argmin())]]
+            raise EngineError(f"sequence {sequence.seq_id}: no block for a token of this step, group {group}")
+        slots = blocks * block_size + (positions % block_size).astype(np.int32)
         metas.append(
             AttentionMeta(
                 query_start_loc=shared_start,
@@ -103,7 +105,6 @@ def build_batch(
                 slot_mapping=tensor(slots),
                 max_query_len=longest_query,
                 max_seq_len=longest,
-                num_common_blocks=step.num_common_blocks,
             )
         )
     return InputBatch(

@@ -1,9 +1,11 @@
-"""plan_blocks: how many KV blocks the pool gets, and why."""
+"""How many KV blocks the pool and the host's pool get, and why."""
 
 from dataclasses import dataclass
 
 from batchgen.config import CacheConfig, Decision
 from batchgen.errors import CapacityError
+from batchgen.models.kv_layout import KVLayout
+from batchgen.worker.decisions import Limits
 
 # Of the memory that is free once the weights are in. The rest is for activations, the row window of the
 # caller and everybody else on the machine.
@@ -24,13 +26,7 @@ class PoolPlan:
 
 
 def plan_blocks(
-    cache: CacheConfig,
-    *,
-    block_bytes: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    free_bytes: int,
-    on_cpu: bool,
+    cache: CacheConfig, layout: KVLayout, limits: Limits, *, block_bytes: int, free_bytes: int, on_cpu: bool
 ) -> PoolPlan:
     """Size the pool of KV blocks.
 
@@ -40,19 +36,23 @@ def plan_blocks(
 
     Args:
         cache: the settings.
-        block_bytes: of one block in all layers.
-        max_num_seqs: sequences that run at once, at most.
-        max_model_len: tokens of one sequence, at most.
+        layout: how layers share blocks.
+        limits: the longest sequence, how many at once, and the longest chunk.
+        block_bytes: of one block at all places.
         free_bytes: memory free now, weights loaded.
         on_cpu: whether blocks live in host memory; then `gpu_memory_utilization` has no say.
 
     Raises:
         CapacityError: not even one block fits, or not all that were asked for.
     """
+    blocks_per_seq = layout.blocks_for(limits.max_model_len, limits.max_num_batched_tokens)
 
     def plan(blocks: int, reason: str) -> PoolPlan:
-        tokens = blocks * cache.block_size
-        text = f"{reason}: {tokens} tokens, {blocks * block_bytes / 2**20:.0f} MiB"
+        if len(layout.windows) == 1:
+            holds = f"{blocks * cache.block_size} tokens"
+        else:
+            holds = f"{blocks / blocks_per_seq:.3g} sequences of {limits.max_model_len} tokens"
+        text = f"{reason}: {holds}, {blocks * block_bytes / 2**20:.0f} MiB"
         return PoolPlan(blocks, Decision("num_blocks", blocks, text))
 
     def given(blocks: int, name: str) -> PoolPlan:
@@ -75,8 +75,7 @@ def plan_blocks(
             )
         return given(blocks, "kv_cache_memory_bytes")
     share = CPU_SHARE if on_cpu else cache.gpu_memory_utilization
-    blocks_per_seq = -(-max_model_len // cache.block_size)
-    most = max_num_seqs * blocks_per_seq
+    most = limits.max_num_seqs * blocks_per_seq
     blocks = min(most, int(free_bytes * share) // block_bytes)
     enough = max(CPU_ENOUGH_BYTES // block_bytes, CPU_ENOUGH_SEQS * blocks_per_seq)
     if on_cpu and enough < blocks:
@@ -87,5 +86,27 @@ def plan_blocks(
             f"({block_bytes} bytes); free memory or set kv_cache_memory_bytes"
         )
     if blocks == most:
-        return plan(blocks, f"all that {max_num_seqs} sequences of {max_model_len} tokens need")
+        return plan(blocks, f"all that {limits.max_num_seqs} sequences of {limits.max_model_len} tokens need")
     return plan(blocks, f"{share:.0%} of {free_bytes / 2**30:.1f} GiB free")
+
+
+def plan_host_blocks(swap_space: float, *, block_bytes: int, free_bytes: int) -> int:
+    """How many blocks `swap_space` GiB of host memory hold; none for 0.
+
+    Raises:
+        CapacityError: not a single block fits, or not so much is free.
+    """
+    if not swap_space:
+        return 0
+    blocks = int(swap_space * 2**30) // block_bytes
+    if blocks < 1:
+        raise CapacityError(
+            f"swap_space={swap_space} GiB does not hold one KV block ({block_bytes} bytes); give more, or 0 "
+            f"for none"
+        )
+    if blocks * block_bytes > free_bytes:
+        raise CapacityError(
+            f"swap_space={swap_space} asks for {blocks * block_bytes / 2**20:.0f} MiB of host memory for "
+            f"swapped KV blocks, but only {free_bytes / 2**20:.0f} MiB are free; give less"
+        )
+    return blocks

@@ -1,17 +1,13 @@
-"""ModelRunner: runs one step on this rank: block copies, forward pass, logits of some rows, draws."""
+"""ModelRunner: runs one step on this rank: swaps and copies, forward pass, logits of some rows, draws."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 
 from batchgen.engine.scheduler_output import SchedulerOutput, StepResult
-from batchgen.errors import EngineError
-from batchgen.kernels.kv import LayerKV
 from batchgen.models.decoder import Decoder
 from batchgen.sampling_params import SamplingParams
 from batchgen.worker.executor import ExecutorInfo
 from batchgen.worker.input_batch import InputBatch, build_batch
+from batchgen.worker.model_memory import ModelMemory
 from batchgen.worker.sampler import Sampler
 
 
@@ -19,40 +15,30 @@ class ModelRunner:
     """The executor of one rank, in this process.
 
     Args:
-        model: with its weights.
-        caches: the blocks of every layer.
+        memory: the model and its blocks.
         sampler: draws from logits.
         info: what the engine core is told.
         block_size: tokens in a block.
     """
 
-    def __init__(
-        self, model: Decoder, caches: Sequence[LayerKV], sampler: Sampler, info: ExecutorInfo, block_size: int
-    ):
+    def __init__(self, memory: ModelMemory, sampler: Sampler, info: ExecutorInfo, block_size: int):
         self.info = info
-        self._model: Decoder | None = model
-        self._caches = list(caches)
+        self._memory = memory
         self._sampler = sampler
         self._block_size = block_size
         # Tokens of the last step by the sequence they belong to: a scheduler that runs ahead does not know
         # them.
         self._newest: dict[int, int] = {}
-        model.bind_kv(caches)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepResult:
-        """Copy blocks, write KV, run the model, draw.
+        """Swap and copy blocks, write KV, run the model, draw.
 
         Raises:
-            EngineError: after `shutdown`, or for what is not built.
+            EngineError: after `shutdown`, or asleep.
         """
-        model = self._model
-        if model is None:
-            raise EngineError("the executor is shut down")
-        if step.swap_in or step.swap_out:
-            raise EngineError("swapping blocks to host memory is not built")
-        if step.block_copies:
-            self._copy_blocks(step.block_copies)
+        model = self._memory.model
+        self._memory.blocks.apply(step)
         if not step.sequences:
             return StepResult(step.step, [])
         batch = build_batch(
@@ -73,16 +59,16 @@ class ModelRunner:
 
     def sleep(self, level: int) -> None:
         """Give memory back."""
-        raise EngineError("sleep is not built")
+        self._memory.sleep(level)
+        self._newest.clear()
 
     def wake_up(self) -> None:
         """Be ready again."""
-        raise EngineError("wake_up is not built")
+        self._memory.wake_up()
 
     def shutdown(self) -> None:
         """Free weights and blocks. May be called twice."""
-        self._model = None
-        self._caches.clear()
+        self._memory.free()
         self._newest.clear()
 
     def _draw(self, model: Decoder, hidden: torch.Tensor, batch: InputBatch) -> list[int | None]:
@@ -93,9 +79,3 @@ class ModelRunner:
             # Several samples of one prompt begin from the same logits; each may change its own copy.
             logits = logits[batch.sample_rows]
         return self._sampler.draw(logits, batch.samples)
-
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        assert self._model is not None
-        pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self._model.device)
-        for kv in self._caches:
-            self._model.kernels.copy_blocks(kv, pairs)

@@ -52,6 +52,10 @@ class CpuLinear(PackedLinear):
             raise KernelError(f"rows: an id is outside of the {self.out_features} rows")
         return out
 
+    @override
+    def tensors(self) -> list[Tensor]:
+        return [self.panels] if self.bias is None else [self.panels, self.bias]
+
 
 class CpuBackend(KernelBackend):
     """C kernels. Each gives a row the same bits whatever is computed with it, on any number of threads."""

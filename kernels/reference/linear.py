@@ -18,6 +18,10 @@ class ReferenceLinear(PackedLinear):
     def rows(self, ids: Tensor) -> Tensor:
         return self.weight[ids]
 
+    @override
+    def tensors(self) -> list[Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
 
 def linear(x: Tensor, packed: ReferenceLinear) -> Tensor:
     """X · weightᵀ + bias."""

@@ -20,6 +20,7 @@ from batchgen.quantization.base import method_for
 from batchgen.worker.input_batch import build_batch
 
 BLOCK_SIZE = 16
+NUM_BLOCKS = 80
 
 
 def build_decoder(path: Path, *, backend: str = "reference", transforms: Sequence[Any] = ()) -> Decoder:
@@ -44,34 +45,59 @@ def build_decoder(path: Path, *, backend: str = "reference", transforms: Sequenc
         rope_divisors=source.rope_divisors() if location.kind == "gguf" else None,
     )
     load_weights(model, source, transforms)
-    model.bind_kv([kernels.allocate_kv(spec, 40, device) for spec in model.kv_specs])
+    layout = model.kv_layout
+    model.bind_kv([kernels.allocate_kv(layout.spec, NUM_BLOCKS, device) for _ in range(layout.num_places)])
     return model
 
 
 def run_plan(
     model: Decoder, prompts: Sequence[list[int]], plan: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Logits of every position of every prompt; plan[i][s] tokens of prompt s are computed in step i."""
-    width = 40 // len(prompts)
+    """Logits of every position of every prompt; plan[i][s] tokens of prompt s are computed in step i.
+
+    All groups of layers take blocks from one pool when they need them, and give those behind their window
+    back, which are poisoned until somebody takes them.
+    """
+    windows = model.kv_layout.windows
     # Blocks of each sequence are scattered, so that a wrong table is seen.
-    tables = [list(range(index, width * len(prompts), len(prompts))) for index in range(len(prompts))]
+    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
+    tables: list[tuple[list[int], ...]] = [tuple([] for _ in windows) for _ in prompts]
     done = [0] * len(prompts)
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     for number, counts in enumerate(plan):
         scheduled = []
         for index, count in enumerate(counts):
             if count:
+                for table, window in zip(tables[index], windows, strict=True):
+                    free += _give_back(model, table, done[index], window)
+                    while len(table) * BLOCK_SIZE < done[index] + count:
+                        table.append(free.pop(0))
                 ids = prompts[index][done[index] : done[index] + count]
-                scheduled.append(ScheduledSequence(index, ids, done[index], (tables[index],)))
+                scheduled.append(ScheduledSequence(index, ids, done[index], tables[index]))
                 done[index] += count
         step = SchedulerOutput(number, tuple(scheduled))
-        batch = build_batch(step, block_size=BLOCK_SIZE, num_groups=1, device=model.device, newest={})
+        batch = build_batch(
+            step, block_size=BLOCK_SIZE, num_groups=len(windows), device=model.device, newest={}
+        )
         logits = model.logits(model.forward(batch.token_ids, batch.positions, batch.metas)).clone()
         parts = logits.split([len(sequence.token_ids) for sequence in scheduled])
         for sequence, part in zip(scheduled, parts, strict=True):
             found[sequence.seq_id].append(part)
     assert done == [len(prompt) for prompt in prompts], "the plan must cover the prompts"
     return [torch.cat(parts) for parts in found]
+
+
+def _give_back(model: Decoder, table: list[int], num_computed: int, window: int | None) -> list[int]:
+    """Take blocks wholly behind the window of the next query out of a table; they hold NaN then."""
+    gone = []
+    for at in range(max(num_computed - window + 1, 0) // BLOCK_SIZE if window is not None else 0):
+        if table[at] >= 0:
+            gone.append(table[at])
+            table[at] = -1
+    for layer in model.layers:
+        assert layer.kv is not None
+        layer.kv.data[gone] = float("nan")
+    return gone
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ def sample(slot: int, index: int = 0) -> SamplingRow:
 
 
 def build(*sequences: ScheduledSequence, newest: dict[int, int] | None = None, groups: int = 1) -> InputBatch:
-    step = SchedulerOutput(3, sequences, num_common_blocks=1)
+    step = SchedulerOutput(3, sequences)
     return build_batch(
         step, block_size=16, num_groups=groups, device=torch.device("cpu"), newest=newest or {}
     )
@@ -34,7 +34,7 @@ def test_a_chunk_beside_a_decode() -> None:
     assert meta.query_start_loc.tolist() == [0, 3, 4]
     assert meta.seq_lens.tolist() == [18, 33]
     assert meta.block_tables.tolist() == [[4, 2, -1], [1, 0, 9]]
-    assert (meta.max_query_len, meta.max_seq_len, meta.num_common_blocks) == (3, 33, 1)
+    assert (meta.max_query_len, meta.max_seq_len) == (3, 33)
     assert batch.logit_rows.tolist() == [3]
     assert [str(t.dtype) for t in (meta.slot_mapping, meta.seq_lens, meta.block_tables, batch.positions)] == [
         "torch.int32", "torch.int32", "torch.int32", "torch.int64",
@@ -61,6 +61,15 @@ def test_every_group_has_tables_of_its_own() -> None:
     batch = build(ScheduledSequence(1, [1, 2], 15, ([3, 4], [9, 8])), groups=2)
     assert batch.metas[0].slot_mapping.tolist() == [3 * 16 + 15, 4 * 16]
     assert batch.metas[1].slot_mapping.tolist() == [9 * 16 + 15, 8 * 16]
+
+
+def test_blocks_behind_a_window_may_be_gone_but_those_written_to_may_not() -> None:
+    batch = build(ScheduledSequence(1, [1, 2], 31, ([3, 4, 5], [-1, 8, 9])), groups=2)
+    assert batch.metas[1].block_tables.tolist() == [[-1, 8, 9]]
+    assert batch.metas[1].slot_mapping.tolist() == [8 * 16 + 15, 9 * 16]
+    for lost in ([3, -1, 5], [3, 4, -1], [3, 4]):
+        with pytest.raises(EngineError, match="sequence 1: no block for a token of this step, group 0"):
+            build(ScheduledSequence(1, [1, 2], 31, (lost,)))
 
 
 def test_tokens_not_known_yet_are_those_drawn_last() -> None:

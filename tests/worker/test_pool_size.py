@@ -6,18 +6,27 @@ import pytest
 
 from batchgen.config import CacheConfig
 from batchgen.errors import CapacityError
+from batchgen.kernels.kv import KVCacheSpec
+from batchgen.models.kv_layout import KVLayout, kv_layout
 from batchgen.worker import device
-from batchgen.worker.memory import PoolPlan, plan_blocks
+from batchgen.worker.decisions import Limits
+from batchgen.worker.memory import PoolPlan, plan_blocks, plan_host_blocks
 
 BLOCK = 1000
 
 
-def plan(free: int = 10**9, on_cpu: bool = True, **cache: Any) -> PoolPlan:
+def layout(*windows: int | None, max_len: int = 1 << 20) -> KVLayout:
+    return kv_layout([KVCacheSpec(2, 64, 16, "float32", window=window) for window in windows], max_len)
+
+
+def plan(
+    free: int = 10**9, on_cpu: bool = True, windows: tuple[int | None, ...] = (None,), **cache: Any
+) -> PoolPlan:
     return plan_blocks(
         CacheConfig(**cache),
+        layout(*windows, max_len=100),
+        Limits(max_model_len=100, max_num_seqs=4, max_num_batched_tokens=8),
         block_bytes=BLOCK,
-        max_num_seqs=4,
-        max_model_len=100,
         free_bytes=free,
         on_cpu=on_cpu,
     )
@@ -39,9 +48,9 @@ def test_a_cpu_pool_stops_growing_where_it_is_enough() -> None:
     def blocks(max_model_len: int, on_cpu: bool = True) -> int:
         return plan_blocks(
             CacheConfig(),
+            layout(None),
+            Limits(max_model_len=max_model_len, max_num_seqs=256, max_num_batched_tokens=512),
             block_bytes=1 << 20,
-            max_num_seqs=256,
-            max_model_len=max_model_len,
             free_bytes=64 << 30,
             on_cpu=on_cpu,
         ).num_blocks
@@ -69,6 +78,25 @@ def test_more_than_the_machine_has_is_refused_before_it_kills_a_job() -> None:
         with pytest.raises(CapacityError, match=f"{next(iter(given))} asks for .* are free; give less"):
             plan(free=10 * BLOCK, **given)
     assert plan(free=10 * BLOCK, num_gpu_blocks_override=10).num_blocks == 10
+
+
+def test_what_windows_save_is_not_taken() -> None:
+    # A group sees 20 positions, and a step adds 8: 27 tokens anywhere among blocks of 16 lie in 3 of them.
+    assert plan(windows=(20,)).num_blocks == 4 * 3
+    found = plan(windows=(None, 20))
+    assert found.num_blocks == 4 * (7 + 3)
+    assert "4 sequences of 100 tokens" in found.decision.reason
+    assert plan(windows=(None, 200)).num_blocks == 4 * 7
+
+
+def test_swap_space_is_host_memory_that_must_be_there() -> None:
+    assert plan_host_blocks(0, block_bytes=BLOCK, free_bytes=0) == 0
+    assert plan_host_blocks(1, block_bytes=1 << 20, free_bytes=2 << 30) == 1024
+    assert plan_host_blocks(0.5, block_bytes=3 << 20, free_bytes=2 << 30) == 170
+    with pytest.raises(CapacityError, match=r"swap_space=2 asks for 2048 MiB .* only 1000 MiB are free"):
+        plan_host_blocks(2, block_bytes=1 << 20, free_bytes=1000 << 20)
+    with pytest.raises(CapacityError, match=r"swap_space=0\.001 GiB does not hold one KV block"):
+        plan_host_blocks(0.001, block_bytes=2 << 20, free_bytes=2 << 30)
 
 
 def test_memory_and_cpus_of_a_container(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,74 @@
+"""ModelFiles: the files of one model, from which it is built as often as it is wanted."""
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from batchgen.errors import ConfigError
+from batchgen.kernels.kv import torch_dtype
+from batchgen.kernels.ops import Kernels
+from batchgen.models.decoder import Decoder
+from batchgen.models.gguf_file import GGUFFile
+from batchgen.models.gguf_weights import GGUFSource
+from batchgen.models.location import ModelLocation, resolve_model
+from batchgen.models.model_config import ModelConfig
+from batchgen.models.weights import SafetensorsSource, WeightSource, load_weights
+from batchgen.quantization.base import method_for
+
+log = logging.getLogger("batchgen.worker")
+
+
+class ModelFiles:
+    """Where a model is, and its shape.
+
+    Args:
+        model: a folder, a .gguf file, a hub id or package:NAME/FILE.
+        revision: of a hub id.
+
+    Raises:
+        ConfigError: no such model.
+        ModelError: an architecture that is not built, or a damaged file.
+    """
+
+    def __init__(self, model: str, revision: str | None = None):
+        self.location = resolve_model(model, revision)
+        self._gguf = GGUFFile(self.location.path) if self.location.kind == "gguf" else None
+        self.shape = (
+            ModelConfig.from_gguf(self._gguf)
+            if self._gguf
+            else ModelConfig.from_hf(_config_json(self.location), self.location.name)
+        )
+
+    def build(
+        self, kernels: Kernels, *, dtype: str, device: torch.device, max_len: int, block_size: int
+    ) -> Decoder:
+        """The model with its weights, read anew; arguments as those of Decoder.
+
+        Raises:
+            ModelError: weights that do not fit or cannot be read.
+        """
+        begin = time.perf_counter()
+        source: WeightSource
+        divisors = None
+        if self._gguf:
+            source = gguf_source = GGUFSource(self._gguf, self.shape)
+            divisors = gguf_source.rope_divisors()
+        else:
+            source = SafetensorsSource(self.location.path)
+        method = method_for(self.shape.quantization, self.location.name)(kernels, torch_dtype(dtype), device)
+        model = Decoder(
+            self.shape, kernels, method, dtype=dtype, device=device, max_len=max_len, block_size=block_size,
+            rope_divisors=divisors,
+        )  # fmt: skip
+        load_weights(model, source, method.transforms())
+        log.info("weights of %s loaded in %.1f s", self.location.name, time.perf_counter() - begin)
+        return model
+
+
+def _config_json(location: ModelLocation) -> dict[str, Any]:
+    data = location.read_json("config.json")
+    if data is None:
+        raise ConfigError(f"model {location.name!r}: {location.path} holds no config.json")
+    return data
