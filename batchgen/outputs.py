@@ -1,8 +1,27 @@
-"""What the engine gives back: RequestOutput, CompletionOutput, and the failure of a single row."""
+"""What the engine gives back: RequestOutput and its samples, beams, scores, and the failure of a row."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from batchgen.logprobs import FlatLogprobs, Logprob, Logprobs, PositionLogprobs, PromptLogprobs
+
+__all__ = [
+    "RETRYABLE",
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "FailureCode",
+    "FinishReason",
+    "FlatLogprobs",
+    "Logprob",
+    "Logprobs",
+    "PositionLogprobs",
+    "PromptLogprobs",
+    "RequestOutput",
+    "RowFailure",
+    "ScoreOutput",
+]
 
 
 class FinishReason(StrEnum):
@@ -50,28 +69,18 @@ class RowFailure:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """One token's log probability at a position; rank 1 is the likeliest."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-# A position: token id -> its log probability. The token that stands there is the first.
-PositionLogprobs = dict[int, Logprob]
-
-
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of a request; vLLM's field names, and `valid`: whether it conforms to its grammar."""
+    """One sample of a request; vLLM's field names, and `valid`: whether it conforms to its grammar.
+
+    `logprobs` has an entry for each of `token_ids`; `cumulative_logprob` is the sum of the tokens' own.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
@@ -80,7 +89,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All samples of a request; vLLM's field names, and `error` when it could not (wholly) be served."""
+    """All samples of a request; vLLM's field names, and `error` when it could not (wholly) be served.
+
+    `prompt_logprobs` has an entry for each of `prompt_token_ids`: None for the first, and for those before
+    `prompt_logprob_start`.
+    """
 
     request_id: str
     prompt: str | None
@@ -88,7 +101,62 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
-    prompt_logprobs: Any = None
+    prompt_logprobs: PromptLogprobs | None = None
     metrics: Any = None
     lora_request: Any = None
+    error: RowFailure | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence that a beam search found; vLLM's field names.
+
+    Attributes:
+        tokens: the prompt's ids and the generated ones; without the end-of-sequence token, unless
+            `include_stop_str_in_output` asked for it.
+        text: the text of `tokens`, so it begins with the prompt.
+        cum_logprob: sum of the log probabilities of the generated tokens, the end-of-sequence token included.
+        logprobs: per generated token, if the engine gave them.
+        finish_reason, stop_reason: as in `CompletionOutput`.
+        num_prompt_tokens: how many of `tokens` are the prompt.
+    """
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+    num_prompt_tokens: int = 0
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a beam search found for one prompt, the best first; none with `error` set."""
+
+    sequences: list[BeamSearchSequence]
+    error: RowFailure | None = None
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """How likely a model finds a continuation.
+
+    Attributes:
+        prompt_token_ids: what it was given.
+        token_ids: the continuation.
+        token_logprobs: natural log of each of its tokens' probability.
+        logprob: their sum.
+        is_greedy: whether greedy sampling would have written exactly this.
+        num_cached_tokens: tokens read from the prefix cache.
+        error: why there is no score; the lists are then empty.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    token_logprobs: list[float]
+    logprob: float
+    is_greedy: bool
+    num_cached_tokens: int = 0
     error: RowFailure | None = None

@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from batchgen.engine.detokenizer import Decoder, Detokenizer, StopMatch, StopStrings
+from batchgen.engine.scheduler_output import TokenLogprobs
+from batchgen.engine.token_logprobs import TokenTexts, new_logprobs, position_logprobs
+from batchgen.logprobs import Logprobs
 from batchgen.outputs import CompletionOutput, FinishReason
 from batchgen.sampling_params import SamplingParams
 
@@ -16,6 +19,7 @@ class SampleText:
         index: number of the sample.
         stop_tokens: ids that stand for a stop string spelled as a control token.
         is_incremental: text is needed as tokens come, for a stop string or a live reader.
+        texts: of single tokens, for log probabilities.
     """
 
     def __init__(
@@ -26,12 +30,15 @@ class SampleText:
         stop_tokens: Mapping[int, str],
         *,
         is_incremental: bool,
+        texts: TokenTexts | None = None,
     ):
         self.index = index
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.cumulative_logprob: float | None = None
+        self.valid: bool | None = None
         self._params = params
         self._stop_tokens = stop_tokens
         self._is_incremental = is_incremental and params.detokenize
@@ -45,19 +52,31 @@ class SampleText:
         self._num_text_shown = 0
         self._num_ids_shown = 0
         self._is_end_shown = False
+        self._texts = texts if params.detokenize else None
+        shows_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+        self._logprobs: Logprobs | None = new_logprobs(params.flat_logprobs) if shows_logprobs else None
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing can be added to it."""
         return self.finish_reason is not None
 
-    def extend(self, ids: Sequence[int], finish_reason: str | None, stop_reason: int | str | None) -> None:
+    def extend(
+        self,
+        ids: Sequence[int],
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        valid: bool | None = None,
+    ) -> None:
         """Take in new tokens, up to the one with which a stop string is complete.
 
         Args:
             ids: drawn since the last call.
             finish_reason: why the core ended the sample with the last of them, or None.
             stop_reason: the stop token id with which it did.
+            logprobs: of each of `ids`, if the core tells them.
+            valid: whether the sample's grammar may end after the last of them.
         """
         # The token that ended a sample is counted, but its text is no part of the output: never for
         # end-of-sequence, for a stop token only when asked.
@@ -67,8 +86,13 @@ class SampleText:
         num_visible = len(ids) - 1 if is_hidden and ids else len(ids)
         for position, token in enumerate(ids):
             self.token_ids.append(token)
+            if logprobs is not None:
+                self._add_logprobs(logprobs[position])
             if position < num_visible and self._params.detokenize and self._append(token):
+                # Of a text cut between two messages nobody knows whether its grammar could end there.
+                self.valid = valid if valid is None or position == len(ids) - 1 else False
                 return
+        self.valid = valid
         if finish_reason is not None:
             self._finish(finish_reason, stop_reason)
 
@@ -76,19 +100,23 @@ class SampleText:
         """All tokens and text so far."""
         self._is_end_shown = self.is_finished
         text = self.text if self.is_finished else self.text[: self._num_sure()]
-        return self._completion(text, self.token_ids.copy())
+        return self._completion(text, 0)
 
     def delta(self) -> CompletionOutput | None:
         """What was not shown yet; None when there is nothing new."""
         end = len(self.text) if self.is_finished else self._num_sure()
         text = self.text[self._num_text_shown : end]
-        ids = self.token_ids[self._num_ids_shown :]
-        if not text and not ids and self._is_end_shown >= self.is_finished:
+        start, self._num_ids_shown = self._num_ids_shown, len(self.token_ids)
+        if not text and start == len(self.token_ids) and self._is_end_shown >= self.is_finished:
             return None
         self._num_text_shown = max(end, self._num_text_shown)
-        self._num_ids_shown = len(self.token_ids)
         self._is_end_shown = self.is_finished
-        return self._completion(text, ids)
+        return self._completion(text, start)
+
+    def _add_logprobs(self, told: TokenLogprobs) -> None:
+        self.cumulative_logprob = (self.cumulative_logprob or 0.0) + told.values[0]
+        if self._logprobs is not None:
+            self._logprobs.append(position_logprobs(told, self._texts))
 
     def _append(self, token: int) -> bool:
         """Add a token to the text; whether a stop string ended the sample."""
@@ -129,11 +157,15 @@ class SampleText:
             return len(self.text)
         return len(self.text) - self._stops.num_held_back(self.text)
 
-    def _completion(self, text: str, token_ids: list[int]) -> CompletionOutput:
+    def _completion(self, text: str, start: int) -> CompletionOutput:
+        """What is known, with tokens from `start` on."""
         return CompletionOutput(
             index=self.index,
             text=text,
-            token_ids=token_ids,
+            token_ids=self.token_ids[start:],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self._logprobs is None else self._logprobs[start:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            valid=self.valid,
         )
