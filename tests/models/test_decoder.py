@@ -139,6 +139,59 @@ def test_positions_matter(tmp_path: Path, decoder: Callable[..., Decoder]) -> No
     assert not torch.allclose(run_step(model, PROMPTS[0], positions=stretched), run_step(model, PROMPTS[0]))
 
 
+# Sliding windows that a sequence outgrows: architecture, options, windows of the groups of layers.
+WINDOWS: dict[str, tuple[str, dict[str, Any], list[int | None]]] = {
+    "mistral": ("MistralForCausalLM", {"sliding_window": 20}, [20]),
+    "qwen2 hybrid": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2, "num_hidden_layers": 4},
+        [None, 20],
+    ),
+    "smollm3 hybrid": (
+        "SmolLM3ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 4,
+            "use_sliding_window": True,
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+        [33, 33, 33, None],
+    ),
+}
+LONG_PROMPTS = [random_ids(110, seed=4), random_ids(95, seed=5)]
+# Whole prompts, chunks longer and shorter than the windows, decodes.
+LONG_PLAN = [[60, 0], [1, 48], [30, 1], *[[1, 1]] * 15, [4, 31]]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_give_blocks_back_and_the_logits_stay(
+    case: str, backend: str, tmp_path: Path, decoder: Callable[..., Decoder], run: Any, truth: Any
+) -> None:
+    architecture, options, windows = WINDOWS[case]
+    original = tiny_model(architecture, **options)
+    model = decoder(write_folder(original, tmp_path), backend=backend)
+    assert list(model.kv_layout.windows) == windows
+    # Blocks that were given back are NaN until they are used again, by whatever group.
+    caches = {id(layer.kv) for layer in model.layers}
+    assert len(caches) == len(model.layers) // len(windows), "layers of different groups share their memory"
+    for ours, theirs in zip(run(model, LONG_PROMPTS, LONG_PLAN), truth(original, LONG_PROMPTS), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_a_row_has_the_same_bits_however_its_blocks_are_given_back(
+    case: str, tmp_path: Path, decoder: Callable[..., Decoder], run: Any
+) -> None:
+    architecture, options, _ = WINDOWS[case]
+    model = decoder(write_folder(tiny_model(architecture, **options), tmp_path), backend="cpu")
+    mixed = run(model, LONG_PROMPTS, LONG_PLAN)
+    for prompt, ours in zip(LONG_PROMPTS, mixed, strict=True):
+        assert torch.equal(ours, run(model, [prompt], [[len(prompt)]])[0])
+        assert torch.equal(ours, run(model, [prompt], [[1]] * len(prompt))[0])
+
+
 @pytest.mark.parametrize("case", ["llama tied", "qwen3", "mistral window"])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     case: str, tmp_path: Path, decoder: Callable[..., Decoder], run: Any
