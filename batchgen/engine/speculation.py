@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from batchgen.config import NgramSettings
 from batchgen.engine.ngram import propose
 from batchgen.engine.step_times import MeasuredTimes, StepTimes
+from batchgen.ngram_settings import NgramSettings
 
 # Steps between two trials: at first, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 2048
