@@ -61,7 +61,7 @@ _CACHE_RULES: dict[str, Rule] = {
     "kv_cache_memory_bytes": _COUNT_OR_NONE,
     "gpu_memory_utilization": above(0, 1, "above 0 and at most 1"),
     "enable_prefix_caching": FLAG,
-    "swap_space": number(0, math.inf, "a number of GiB, 0 or more"),
+    "swap_space": or_none(number(0, math.inf, "a number of GiB, 0 or more")),
 }
 _SCHEDULER_RULES: dict[str, Rule] = {
     "max_num_seqs": _COUNT_OR_NONE,
@@ -114,7 +114,7 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.92
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
-    swap_space: float = 0.0
+    swap_space: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, _CACHE_RULES, _SETTING)

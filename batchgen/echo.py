@@ -1,6 +1,6 @@
 """EchoEngine: an engine without a model, for tests and for dry runs with the model name `echo:`.
 
-The file is longer than others because it is a whole engine: a clock, a queue, a pool of blocks and its texts.
+The file is longer than others because it is a whole engine: a clock, a queue and a pool of blocks.
 """
 
 import heapq
@@ -8,13 +8,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from hashlib import blake2b
+from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qsl
 
-from batchgen.byte_tokenizer import ByteTokenizer, utf8
+from batchgen.byte_tokenizer import ByteTokenizer
 from batchgen.config import EngineConfig
+from batchgen.echo_text import EchoOptions, EchoTexts, Sample, prompt_hash
+from batchgen.engine.core_request import truncated
 from batchgen.engine.messages import (
     BLOCK_FREE,
     BLOCK_USED,
@@ -24,55 +24,17 @@ from batchgen.engine.messages import (
     Limits,
     unpack_ids,
 )
-from batchgen.errors import ConfigError, EngineError, UnknownNameError
-from batchgen.outputs import CompletionOutput, FailureCode, FinishReason, RequestOutput, RowFailure
-from batchgen.sampling_params import SamplingParams
-from batchgen.seeds import mix64
+from batchgen.errors import ConfigError, EngineError
+from batchgen.outputs import FailureCode, RequestOutput, RowFailure
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EchoOptions:
-    """How an EchoEngine behaves; the keys of an `echo:?key=value&...` model name.
-
-    Args:
-        delay_ms: real time of a step; 0 jumps from one finished request to the next.
-        batch: sequences that run at once, unless `max_num_seqs` says otherwise.
-        jitter: up to so many more steps a request, drawn from its prompt: rows finish out of order.
-        fail: a prompt that holds this text comes back as an `engine_error`.
-        die_after: after so many finished requests the engine is dead and every call raises EngineError.
-        load_s: real time that starting takes.
-    """
-
-    delay_ms: float = 0.0
-    batch: int = 64
-    jitter: int = 0
-    fail: str = ""
-    die_after: int = 0
-    load_s: float = 0.0
-
-    @classmethod
-    def parse(cls, model: str) -> "EchoOptions":
-        """Options of a model name `echo:` or `echo:?delay_ms=2&batch=16`."""
-        prefix, _, query = model.partition("?")
-        if prefix != "echo:":
-            raise ConfigError(f"model {model!r}: write echo: or echo:?option=value&option=value")
-        kinds: dict[str, type] = {spec.name: type(spec.default) for spec in fields(cls)}
-        values: dict[str, Any] = {}
-        for name, text in parse_qsl(query, keep_blank_values=True):
-            if name not in kinds:
-                raise UnknownNameError("echo option", name, kinds, model)
-            try:
-                values[name] = kinds[name](text)
-            except ValueError as error:
-                raise ConfigError(f"model {model!r}: {name} must be a number; got {text!r}") from error
-        return cls(**values)
+__all__ = ["EchoEngine", "EchoOptions"]
 
 
 @dataclass(slots=True)
 class _Running:
     request: EngineRequest
     prompt_ids: list[int]
-    samples: list[tuple[str, list[int], str]]
+    samples: list[Sample]
     start: int = 0
     end: int = 0
     error: RowFailure | None = None
@@ -95,9 +57,10 @@ class EchoEngine:
     """An EngineClient without a model: a request's text is its prompt and a stamp of prompt and seed.
 
     A step gives each running sequence one token; blocks are reserved for a request's whole length when it
-    starts, in the order of arrival. Honours `n`, `max_tokens`, `min_tokens`, `stop`, `ignore_eos`, limits,
-    pause and abort. Greedy requests ignore the seed. Sends nothing before a request has finished, even to one
-    that streams.
+    starts, in the order of arrival. Honours `n`, `max_tokens`, `min_tokens`, `stop`, `ignore_eos`,
+    `truncate_prompt_tokens`, log probabilities (each token is certain), limits, pause, sleep and abort.
+    Greedy requests ignore the seed; penalties, bias and grammars change nothing, and a sample of a request with a
+    grammar is not `valid`. Sends nothing before a request has finished, even to one that streams.
     """
 
     def __init__(
@@ -125,8 +88,11 @@ class EchoEngine:
         self._ready: list[RequestOutput] = []
         self._counters = _Counters()
         self._paused = False
+        self._asleep = False
+        self._woken = False
         self._dead = False
         self._clock = time.monotonic()
+        self._texts = EchoTexts(self._tokenizer, max_model_len)
         time.sleep(self._options.load_s)
         self.info = EngineInfo(
             model="echo:",
@@ -160,13 +126,14 @@ class EchoEngine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request; one that can never run comes back from `poll` with an error."""
         self._check_alive()
+        request = truncated(request, self.info.max_model_len)
         prompt_ids = unpack_ids(request.prompt_token_ids)
         self._ids[request.request_id] = None
         failure = self._refusal(request, prompt_ids)
         if failure is not None:
             self._finish(_Running(request, prompt_ids, [], error=failure))
             return
-        running = _Running(request, prompt_ids, self._samples(request, prompt_ids))
+        running = _Running(request, prompt_ids, self._texts.samples(request, prompt_ids))
         # No sample shares the prompt's blocks with another.
         lengths = [len(prompt_ids) + len(ids) for _, ids, _ in running.samples]
         running.num_blocks = sum(-(-length // self.info.block_size) for length in lengths)
@@ -198,10 +165,16 @@ class EchoEngine:
                     self._ids.pop(output.request_id, None)
                 return outputs
             now = time.monotonic()
-            if deadline is not None and now >= deadline:
+            if self._woken or (deadline is not None and now >= deadline):
+                self._woken = False
                 return []
-            pause = 0.05 if self._paused else (self._ends[0][0] - self._step) * self._options.delay_ms / 1000
+            is_still = self._paused or self._asleep
+            pause = 0.05 if is_still else (self._ends[0][0] - self._step) * self._options.delay_ms / 1000
             time.sleep(min(pause, 0.05, 0.05 if deadline is None else deadline - now))
+
+    def wake(self) -> None:
+        """Let a `poll` in another thread return within 50 ms."""
+        self._woken = True
 
     def in_flight(self) -> list[str]:
         """Ids of requests added and not finished or aborted, in the order they were added."""
@@ -244,6 +217,33 @@ class EchoEngine:
         self._paused = False
         self._clock = time.monotonic()
 
+    def sleep(self, level: int = 1) -> None:
+        """Stop the steps until `wake_up`; there is no memory to give back."""
+        self._check_alive()
+        if level not in (1, 2):
+            raise ConfigError(f"sleep level must be 1 or 2; got {level!r}")
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        """Go on after `sleep`."""
+        self._check_alive()
+        self._asleep = False
+        self._clock = time.monotonic()
+
+    def reset_prefix_cache(self) -> bool:
+        """Nothing is cached."""
+        self._check_alive()
+        return not self._running
+
+    def unpin_prefix(self, request_id: str) -> bool:
+        """Nothing is pinned."""
+        self._check_alive()
+        return False
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """There is no model to adapt."""
+        raise ConfigError(f"adapter {name!r} ({path}): the echo engine has no adapters")
+
     def shutdown(self) -> None:
         """Forget everything."""
         self._dead = True
@@ -265,34 +265,9 @@ class EchoEngine:
             return RowFailure(FailureCode.ENGINE_ERROR, f"the prompt holds {self._options.fail!r}")
         return None
 
-    def _samples(self, request: EngineRequest, prompt_ids: list[int]) -> list[tuple[str, list[int], str]]:
-        """Text, token ids and finish reason of each sample."""
-        params = request.params
-        text = self._tokenizer.decode(prompt_ids)
-        key = _hash(request.prompt_token_ids) ^ (0 if params.is_greedy else request.seed)
-        room = self.info.max_model_len - len(prompt_ids)
-        most = room if params.max_tokens is None else min(params.max_tokens, room)
-        stamps = [f"{text}|{mix64(key ^ (index << 32)):016x}" for index in range(params.n)]
-        return [self._cut(stamp, most, params) for stamp in stamps]
-
-    def _cut(self, text: str, most: int, params: SamplingParams) -> tuple[str, list[int], str]:
-        ids = list(utf8(text))
-        if params.ignore_eos or len(ids) < params.min_tokens:
-            least = most if params.ignore_eos else params.min_tokens
-            ids = (ids * (least // len(ids) + 1))[:least]
-        else:
-            ids.extend(self.info.eos_token_ids[:1])
-        reason = FinishReason.LENGTH if len(ids) > most or params.ignore_eos else FinishReason.STOP
-        ids = ids[:most]
-        text = self._tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        found = min((at for stop in params.stop if (at := text.find(stop)) >= 0), default=-1)
-        if found >= 0:
-            return text[:found], list(utf8(text[:found])), FinishReason.STOP
-        return text, ids, reason
-
     def _advance(self) -> None:
         """Run the steps that fit the time passed, starting and finishing requests on the way."""
-        if self._paused:
+        if self._paused or self._asleep:
             return
         if self._options.delay_ms <= 0:
             self._start_waiting()
@@ -321,7 +296,7 @@ class EchoEngine:
             self._num_running += len(item.samples)
             self._num_free -= item.num_blocks
             self._counters.prompt_tokens += len(item.prompt_ids)
-            late = _hash(item.request.prompt_token_ids) % (self._options.jitter + 1)
+            late = prompt_hash(item.request.prompt_token_ids) % (self._options.jitter + 1)
             item.start = self._step
             item.end = self._step + max(len(ids) for _, ids, _ in item.samples) + late
             self._running[item.request.request_id] = item
@@ -348,21 +323,17 @@ class EchoEngine:
             raise EngineError(f"the echo engine died after {self._counters.finished} requests (die_after)")
         self._counters.finished += 1
         self._counters.generation_tokens += sum(len(ids) for _, ids, _ in item.samples)
+        params = item.request.params
         self._ready.append(
             RequestOutput(
                 request_id=item.request.request_id,
                 prompt=item.request.prompt,
                 prompt_token_ids=item.prompt_ids,
                 outputs=[
-                    CompletionOutput(index=index, text=text, token_ids=ids, finish_reason=str(reason))
-                    for index, (text, ids, reason) in enumerate(item.samples)
+                    self._texts.completion(index, sample, params) for index, sample in enumerate(item.samples)
                 ],
                 finished=True,
+                prompt_logprobs=None if item.error else self._texts.prompt_logprobs(item.prompt_ids, params),
                 error=item.error,
             )
         )
-
-
-def _hash(packed: bytes) -> int:
-    """A 64-bit number from packed token ids, the same in every process."""
-    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")

@@ -22,6 +22,7 @@ from batchgen.config import EngineConfig
 from batchgen.engine import wire
 from batchgen.engine.core import EngineCore
 from batchgen.engine.loading import load_core
+from batchgen.errors import BatchgenError
 
 STATS_INTERVAL_S = 0.25
 _PR_SET_PDEATHSIG = 1
@@ -109,10 +110,23 @@ class _Server:
                 self._is_ending = True
             elif command == "stats":
                 self._send(wire.STATS, self._core.stats(argument))
+            elif command == "call":
+                self._answer(*argument)
             elif argument is None:
                 getattr(self._core, command)()
             else:
                 getattr(self._core, command)(argument)
+
+    def _answer(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Do what is asked and say how it went; requests in flight stay where they are."""
+        try:
+            value = getattr(self._core, method)(*arguments)
+        except Exception as error:
+            if not isinstance(error, BatchgenError):
+                traceback.print_exc()
+            self._send(wire.ANSWER, (number, None, wire.encode_error(error)))
+        else:
+            self._send(wire.ANSWER, (number, value, None))
 
     def _send(self, kind: str, content: Any) -> None:
         wire.write(self._outbox, wire.encode((kind, content)))

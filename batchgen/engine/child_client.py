@@ -6,6 +6,7 @@ import queue
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from batchgen.config import EngineConfig
@@ -60,11 +61,15 @@ class ChildClient:
         self._stats = EngineStats()
         self._asked_stats: EngineStats | None = None
         self._is_stats_due = False
+        self._num_calls = 0
+        self._answers: dict[int, tuple[Any, tuple[str, str] | None]] = {}
+        self._is_woken = False
         self._death: str | None = None
         self._process = ChildProcess(hello)
         self._finalizer = weakref.finalize(self, self._process.kill)
         try:
             self.info = self._wait_until_ready(on_loading)
+            self._processor.max_model_len = self.info.max_model_len
         except BaseException:
             self._process.kill()
             raise
@@ -87,10 +92,18 @@ class ChildClient:
         """Outputs since the last call; waits for one at most `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._take_ready()
-        while not self._outputs and self._processor.has_requests and self._take_next(deadline):
+        while not (self._outputs or self._is_woken) and self._processor.has_requests:
+            if not self._take_next(deadline):
+                break
             self._take_ready()
         outputs, self._outputs = self._outputs, []
+        self._is_woken = False
         return outputs
+
+    def wake(self) -> None:
+        """Let a `poll` that waits in another thread return. If it has much to read it returns anyway."""
+        with suppress(queue.Full):
+            self._process.packets.put_nowait((wire.WAKE, None))
 
     def in_flight(self) -> list[str]:
         """Ids of requests not finished; still known after the child's death."""
@@ -129,10 +142,49 @@ class ChildClient:
         self._check_alive()
         self._process.send("resume")
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; returns when it is free."""
+        self._call("sleep", level)
+
+    def wake_up(self) -> None:
+        """Be ready again after `sleep`."""
+        self._call("wake_up")
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks; False while any is in use."""
+        return bool(self._call("reset_prefix_cache"))
+
+    def unpin_prefix(self, request_id: str) -> bool:
+        """Let the blocks go that a pinned request keeps; False if it keeps none."""
+        return bool(self._call("unpin_prefix", request_id))
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter under a name."""
+        self._call("load_adapter", name, path)
+
     def shutdown(self) -> None:
         """End the child; its memory is free when this returns. May be called twice."""
         self._death = self._death or "was shut down"
         self._process.close(_GRACE_S)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Have the core do something between two steps, and wait for its answer.
+
+        Raises:
+            BatchgenError: what the core raised, of the same class; EngineError when the child is dead.
+        """
+        self._check_alive()
+        self._num_calls += 1
+        number = self._num_calls
+        self._process.send("call", (number, method, arguments))
+        while number not in self._answers:
+            self._take_next(None)
+            if self._death is not None:
+                raise EngineError(f"the engine process {self._death}")
+        value, error = self._answers.pop(number)
+        if error is not None:
+            raise wire.decode_error(error, method.replace("_", " "))
+        return value
 
     def _wait_until_ready(self, on_loading: Callable[[str], None] | None) -> EngineInfo:
         while True:
@@ -181,6 +233,13 @@ class ChildClient:
         if kind == wire.STATS:
             self._asked_stats = self._stats = content
             self._is_stats_due = False
+            return
+        if kind == wire.ANSWER:
+            number, value, error = content
+            self._answers[number] = value, error
+            return
+        if kind == wire.WAKE:
+            self._is_woken = True
             return
         encoded, stats = content
         self._stats = stats or self._stats

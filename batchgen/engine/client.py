@@ -13,7 +13,8 @@ class EngineClient(Protocol):
     Implementations: `InProcessClient` (engine/in_process.py), `ChildClient` (engine/child_client.py) and
     `EchoEngine` (batchgen/testing.py). One thread calls it. After the engine died every call raises
     EngineError, whose message carries the last lines of the child's stderr; requests in flight are then
-    `in_flight()`.
+    `in_flight()`. What is answered (`sleep` and below) is done between two steps, and a caller may go on with
+    requests in flight as if nothing had happened; a refusal raises and changes nothing.
     """
 
     info: EngineInfo
@@ -31,6 +32,9 @@ class EngineClient(Protocol):
         nothing is in flight).
         """
 
+    def wake(self) -> None:
+        """Let a `poll` that waits return soon. The only method that another thread may call."""
+
     def in_flight(self) -> list[str]:
         """Ids of requests added and not finished or aborted, in the order they were added."""
 
@@ -45,6 +49,24 @@ class EngineClient(Protocol):
 
     def resume(self) -> None:
         """Go on after `pause`."""
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: 1 drops KV blocks and moves weights to host memory, 2 drops both.
+
+        Requests in flight wait, and are computed anew after `wake_up`.
+        """
+
+    def wake_up(self) -> None:
+        """Be ready again after `sleep`; nothing is cached then."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False, and nothing done, while any block is in use."""
+
+    def unpin_prefix(self, request_id: str) -> bool:
+        """Let the blocks go that a pinned request (`is_pinned`) keeps; False if it keeps none."""
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter under a name; another one under the same name is another adapter."""
 
     def shutdown(self) -> None:
         """End the engine and free its memory. May be called twice."""

@@ -8,6 +8,8 @@ from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, Lim
 from batchgen.engine.output_processor import OutputProcessor, OutputTokenizer
 from batchgen.outputs import RequestOutput
 
+_LOOK_S = 0.02  # how often a poll that waits looks whether it is wanted back
+
 
 class InProcessClient:
     """An EngineClient without a second process: steps are computed while the caller waits in `poll`.
@@ -20,7 +22,8 @@ class InProcessClient:
     def __init__(self, core: EngineCore, tokenizer: OutputTokenizer):
         self.info = core.info
         self._core = core
-        self._processor = OutputProcessor(tokenizer)
+        self._processor = OutputProcessor(tokenizer, core.info.max_model_len)
+        self._is_woken = False
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
@@ -37,11 +40,20 @@ class InProcessClient:
         while not outputs and self._core.has_work:
             outputs, ended = self._processor.process(self._core.step())
             self._core.abort_samples(ended)
-            if deadline is not None and time.monotonic() >= deadline:
+            if self._is_woken or (deadline is not None and time.monotonic() >= deadline):
                 break
-        if self._core.is_paused and deadline is not None and self._processor.has_requests:
-            time.sleep(max(deadline - time.monotonic(), 0.0))
+        if not outputs and not self._core.has_work and deadline is not None and self._processor.has_requests:
+            self._wait(deadline)  # paused, or asleep
+        self._is_woken = False
         return outputs
+
+    def _wait(self, deadline: float) -> None:
+        while not self._is_woken and (left_s := deadline - time.monotonic()) > 0:
+            time.sleep(min(left_s, _LOOK_S))
+
+    def wake(self) -> None:
+        """Let a `poll` in another thread return after its step."""
+        self._is_woken = True
 
     def in_flight(self) -> list[str]:
         """Ids of requests not finished."""
@@ -62,6 +74,26 @@ class InProcessClient:
     def resume(self) -> None:
         """Go on after `pause`."""
         self._core.resume()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`."""
+        self._core.sleep(level)
+
+    def wake_up(self) -> None:
+        """Be ready again after `sleep`."""
+        self._core.wake_up()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks; False while any is in use."""
+        return self._core.reset_prefix_cache()
+
+    def unpin_prefix(self, request_id: str) -> bool:
+        """Let the blocks go that a pinned request keeps; False if it keeps none."""
+        return self._core.unpin_prefix(request_id)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter under a name."""
+        self._core.load_adapter(name, path)
 
     def shutdown(self) -> None:
         """Free the model."""

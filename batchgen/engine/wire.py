@@ -1,8 +1,8 @@
 """The wire between a client and its engine child: length-prefixed pickles over pipes.
 
-Caller to child: a list of (command, argument), the commands of EngineCore. Child to caller: one (kind,
-    content) a
-step. Both ends are the same user's own processes, so pickle is safe here.
+Caller to child: a list of (command, argument): the commands of EngineCore, and "call" with (number, method,
+arguments) where the answer matters. Child to caller: one (kind, content) a step, and one for each call. Both
+ends are the same user's own processes, so pickle is safe here.
 """
 
 import os
@@ -21,6 +21,9 @@ READY = "ready"  # (EngineInfo, EngineStats)
 FAILED = "failed"  # (class name, message): loading failed
 STEP = "step"  # (list of encoded SampleOutput, EngineStats or None)
 STATS = "stats"  # EngineStats that was asked for
+ANSWER = "answer"  # (number of the call, what it returned, None) or (number, None, encoded error)
+WAKE = "wake"  # none from the child: a thread of the caller's wants its `poll` to return
+
 
 _LENGTH = struct.Struct("<Q")
 
@@ -86,12 +89,17 @@ def encode_error(error: BaseException) -> tuple[str, str]:
     return type(error).__name__, str(error) or repr(error)
 
 
-def decode_error(encoded: tuple[str, str]) -> BatchgenError:
-    """The same exception if it is one of ours, else an EngineError that names it."""
+def decode_error(encoded: tuple[str, str], doing: str = "start") -> BatchgenError:
+    """The same exception if it is one of ours, else an EngineError that names it and says what failed.
+
+    Args:
+        encoded: of `encode_error`.
+        doing: what the engine could not do.
+    """
     name, message = encoded
     kind = getattr(batchgen.errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, BatchgenError)):
-        return EngineError(f"the engine could not start: {name}: {message}")
+        return EngineError(f"the engine could not {doing}: {name}: {message}")
     error = kind.__new__(kind)
     error.args = (message,)
     return error
