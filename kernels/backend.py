@@ -10,12 +10,16 @@ from torch import Tensor
 
 from batchgen.errors import KernelError
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.sampling import Draws, Penalties, Scores
 from batchgen.registry import Registry
 
 log = logging.getLogger("batchgen.kernels")
 
 # The order is the order of the printed choices. `store_kv` follows `attention`: both must know one layout.
-OPERATIONS = ("linear", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "attention", "store_kv")
+OPERATIONS = (
+    "linear", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "attention", "store_kv",
+    "sample", "score_tokens", "penalise",
+)  # fmt: skip
 
 # Which backends "auto" tries on a device, best first.
 PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("gpu", "reference")}
@@ -136,6 +140,18 @@ class KernelBackend(ABC):
         out: Tensor | None,
     ) -> Tensor:
         """See `Kernels.attention`."""
+        raise NotImplementedError
+
+    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
+        """See `Kernels.sample`."""
+        raise NotImplementedError
+
+    def score_tokens(self, logits: Tensor, tokens: Tensor, num_top: Tensor) -> Scores:
+        """See `Kernels.score_tokens`."""
+        raise NotImplementedError
+
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        """See `Kernels.penalise`."""
         raise NotImplementedError
 
 

@@ -1,7 +1,8 @@
 """The only door to the kernels: `choose` picks a backend per operation, `Kernels` is what a model holds.
 
 Letters of shapes: T tokens in the batch, S sequences, H query heads, G key/value heads, D head size, E hidden
-size, I intermediate size, K and N input and output size of a linear layer, B tokens in a block, P positions.
+size, I intermediate size, K and N input and output size of a linear layer, B tokens in a block, P positions,
+R rows of logits, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import KernelError
-from batchgen.kernels import blocks, checks
+from batchgen.kernels import blocks, checks, sampling
 from batchgen.kernels.backend import (
     BACKENDS,
     OPERATIONS,
@@ -21,6 +22,7 @@ from batchgen.kernels.backend import (
     select,
 )
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV, torch_dtype
+from batchgen.kernels.sampling import Draws, Penalties, Scores
 
 __all__ = ["Choice", "Kernels", "PackedLinear", "choose"]
 
@@ -86,6 +88,8 @@ class Kernels:
         )
         self._rotary, self._silu_mul = backends["rotary"].rotary, backends["silu_mul"].silu_mul
         self._attention, self._store_kv = self._kv.attention, self._kv.store_kv
+        self._sample, self._penalise = backends["sample"].sample, backends["penalise"].penalise
+        self._score_tokens = backends["score_tokens"].score_tokens
         self._is_reproducible = all(op in backend.invariant for op, backend in backends.items())
 
     @property
@@ -210,6 +214,39 @@ class Kernels:
         """
         checks.check_attention(self.home, query, kv, meta, window, soft_cap, out)
         return self._attention(query, kv, meta, scale, window, soft_cap, out)
+
+    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Draw a token from each row of logits.
+
+        Shapes: logits [R, V] float32, dense rows; draws as Draws says.
+        In place: rows of logits for which `draws.is_replaced`.
+
+        Returns: [R] int64 on the CPU; -1 for a row that holds a NaN or whose largest logit is infinite.
+        """
+        sampling.check_logits("sample", logits, self.home.device)
+        sampling.check_draws(logits, draws)
+        return self._sample(logits, draws)
+
+    def score_tokens(self, logits: Tensor, tokens: Tensor, num_top: Tensor) -> Scores:
+        """Say how likely tokens are, and which are the likeliest.
+
+        Shapes: logits [R, V] float32, dense rows; on the CPU: tokens [R, M] int64, -1 for none; num_top [R]
+            int64, how many of the likeliest a row wants, 0 to V.
+        Raises: KernelError if an id or a number is out of range.
+        """
+        sampling.check_logits("score_tokens", logits, self.home.device)
+        sampling.check_asked(logits, tokens, num_top)
+        return self._score_tokens(logits, tokens, num_top)
+
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        """Take off from the logits of tokens that came before: logits [R, V] float32, in place.
+
+        Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1 for repetition; presence and frequency as
+            OpenAI's interface defines them, over drawn tokens only.
+        """
+        sampling.check_logits("penalise", logits, self.home.device)
+        sampling.check_penalties(logits, penalties)
+        self._penalise(logits, penalties)
 
     def copy_blocks(self, kv: LayerKV, pairs: Tensor) -> None:
         """Copy whole blocks: pairs [P, 2] int64, (source, target).

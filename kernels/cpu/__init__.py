@@ -8,9 +8,11 @@ from typing_extensions import override
 
 from batchgen.errors import KernelError
 from batchgen.kernels.backend import BACKENDS, OPERATIONS, KernelBackend, OpShape, PackedLinear
+from batchgen.kernels.cpu import sampling
 from batchgen.kernels.cpu.library import Library, load
 from batchgen.kernels.cpu.memory import Arena, allocate
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.sampling import Draws, Penalties, Scores
 
 UNIT = 16  # tokens, or dimensions, that the kernels count in (simd.h)
 
@@ -83,7 +85,7 @@ class CpuBackend(KernelBackend):
 
     @override
     def unsupported(self, op: str, dtype: str, shape: OpShape) -> str | None:
-        if dtype != "float32":
+        if dtype != "float32" and op not in sampling.OPERATIONS:
             return f"the C kernels are float32 only, not {dtype}"
         if op in ("attention", "store_kv") and shape.block_size % UNIT:
             return f"the C kernels need a block_size that is a multiple of {UNIT}, not {shape.block_size}"
@@ -264,6 +266,18 @@ class CpuBackend(KernelBackend):
         if status < 0:
             raise KernelError(f"attention: {_ATTENTION_ERRORS[status]}")
         return out
+
+    @override
+    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
+        return sampling.sample(self.library, logits, draws)
+
+    @override
+    def score_tokens(self, logits: Tensor, tokens: Tensor, num_top: Tensor) -> Scores:
+        return sampling.score_tokens(self.library, logits, tokens, num_top)
+
+    @override
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        sampling.penalise(self.library, logits, penalties)
 
 
 def _value_dim(spec: KVCacheSpec) -> int:

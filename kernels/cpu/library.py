@@ -22,6 +22,9 @@ _SIGNATURES: dict[str, str] = {  # p pointer, n size or stride, i int, f float; 
     "bg_silu_mul": "pnpnni:",
     "bg_store_kv": "pnpnpnpnnnni:n",
     "bg_attention": "pnnpnnnnnpppnnffnpi:n",
+    "bg_sample": "pnnnpppppppi:n",
+    "bg_score_tokens": "pnnnpnpnppppi:n",
+    "bg_penalise": "pnnpnppppppi:n",
 }
 _TYPES = {"p": _POINTER, "n": _SIZE, "i": _INT, "f": _FLOAT}
 
@@ -50,6 +53,9 @@ class Library:
         self.silu_mul = function("bg_silu_mul")
         self.store_kv = function("bg_store_kv")
         self.attention = function("bg_attention")
+        self.sample = function("bg_sample")
+        self.score_tokens = function("bg_score_tokens")
+        self.penalise = function("bg_penalise")
 
 
 @cache

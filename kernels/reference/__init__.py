@@ -6,8 +6,9 @@ from typing_extensions import override
 
 from batchgen.kernels.backend import BACKENDS, OPERATIONS, KernelBackend, PackedLinear
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
-from batchgen.kernels.reference import attention, elementwise, kv_cache
+from batchgen.kernels.reference import attention, elementwise, kv_cache, sampling
 from batchgen.kernels.reference.linear import ReferenceLinear, linear
+from batchgen.kernels.sampling import Draws, Penalties, Scores
 
 
 class ReferenceBackend(KernelBackend):
@@ -71,6 +72,18 @@ class ReferenceBackend(KernelBackend):
         out: Tensor | None,
     ) -> Tensor:
         return _into(out, attention.attention(query, kv, meta, scale, window, soft_cap))
+
+    @override
+    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
+        return sampling.sample(logits, draws)
+
+    @override
+    def score_tokens(self, logits: Tensor, tokens: Tensor, num_top: Tensor) -> Scores:
+        return sampling.score_tokens(logits, tokens, num_top)
+
+    @override
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        sampling.penalise(logits, penalties)
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
