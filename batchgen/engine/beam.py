@@ -15,12 +15,21 @@ the same:
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from batchgen.engine.scheduler_output import TokenLogprobs
 from batchgen.engine.stop import Stop
 
+# Likeliest tokens of a beam, best first, and their log probabilities.
 Candidates = tuple[Sequence[int], Sequence[float]]
 NEVER = float("-inf")
+
+
+class Beam(Protocol):
+    """What is asked of an open beam: prompt and generated tokens, and what is to be told of the latter."""
+
+    token_ids: "array[int]"
+    logprobs: list[TokenLogprobs]
 
 
 class Hypothesis(NamedTuple):
@@ -30,6 +39,7 @@ class Hypothesis(NamedTuple):
     logprob: float
     token_ids: "array[int]"
     stop: Stop
+    logprobs: list[TokenLogprobs]
 
 
 class Continuation(NamedTuple):
@@ -37,6 +47,7 @@ class Continuation(NamedTuple):
 
     parent: int
     token: int
+    logprobs: TokenLogprobs | None
 
 
 class BeamSearch:
@@ -55,6 +66,7 @@ class BeamSearch:
         early_stopping: False, True or "never".
         num_stop_ids: ids that can end a beam.
         has_stop_strings: whether anything else than ids can.
+        num_logprobs: how many of the likeliest tokens are told at each position; None tells nothing.
     """
 
     __slots__ = (
@@ -62,6 +74,7 @@ class BeamSearch:
         "_has_stop_strings",
         "_length_penalty",
         "_max_generated",
+        "_num_logprobs",
         "_num_stop_ids",
         "finished",
         "is_done",
@@ -79,6 +92,7 @@ class BeamSearch:
         early_stopping: bool | str = False,
         num_stop_ids: int = 1,
         has_stop_strings: bool = False,
+        num_logprobs: int | None = None,
     ):
         self.width = width
         self.logprobs = [0.0]
@@ -90,6 +104,7 @@ class BeamSearch:
         self._early_stopping = early_stopping
         self._num_stop_ids = num_stop_ids
         self._has_stop_strings = has_stop_strings
+        self._num_logprobs = num_logprobs
 
     @property
     def num_ranked(self) -> int:
@@ -102,19 +117,20 @@ class BeamSearch:
 
         One beam may make all of the next step's, and before these only the ids that end it can stand.
         """
-        return self.num_ranked if self._has_stop_strings else self.width + self._num_stop_ids
+        needed = self.num_ranked if self._has_stop_strings else self.width + self._num_stop_ids
+        return max(needed, self._num_logprobs or 0)
 
     def advance(
         self,
-        beams: Sequence["array[int]"],
+        beams: Sequence[Beam],
         candidates: Sequence[Candidates],
         ends: Callable[[int, int], Stop | None],
     ) -> list[Continuation]:
         """Take in one step's candidates.
 
         Args:
-            beams: the tokens of each open beam, a prompt before the generated ones.
-            candidates: of each open beam, its likeliest tokens and their log probabilities.
+            beams: the open beams.
+            candidates: of each of them.
             ends: why beam `parent` would end with `token`; None if it would not.
 
         Returns: the beams of the next step, best first; none when the search is done.
@@ -124,15 +140,14 @@ class BeamSearch:
         going: list[Continuation] = []
         logprobs: list[float] = []
         ended: list[Hypothesis] = []
-        for rank, (negated, parent, _, token) in enumerate(self._ranked(candidates)):
+        for rank, (negated, parent, place, token) in enumerate(self._ranked(candidates)):
             stop = ends(parent, token)
             if stop is None:
-                going.append(Continuation(parent, token))
+                going.append(Continuation(parent, token, self._told(candidates[parent], place)))
                 logprobs.append(-negated)
             elif rank < self.width:
-                generated = beams[parent][len(beams[parent]) - self.num_generated :]
-                generated.append(token)
-                ended.append(Hypothesis(-negated / count**self._length_penalty, -negated, generated, stop))
+                told = self._told(candidates[parent], place)
+                ended.append(self._hypothesis(beams[parent], token, -negated, stop, told))
             if rank + 1 >= self.width and (is_last or len(going) == self.width):
                 break
         # Of equal scores the one that finished first stays before the other.
@@ -141,6 +156,25 @@ class BeamSearch:
         self.logprobs = logprobs
         self.is_done = not going or not self._can_improve()
         return [] if self.is_done else going
+
+    def _hypothesis(
+        self, beam: Beam, token: int, logprob: float, stop: Stop, told: TokenLogprobs | None
+    ) -> Hypothesis:
+        count = self.num_generated + 1
+        generated = beam.token_ids[len(beam.token_ids) - self.num_generated :]
+        generated.append(token)
+        logprobs = [] if told is None else [*beam.logprobs, told]
+        return Hypothesis(logprob / count**self._length_penalty, logprob, generated, stop, logprobs)
+
+    def _told(self, candidates: Candidates, place: int) -> TokenLogprobs | None:
+        """What is said of a token: itself, then the likeliest."""
+        if self._num_logprobs is None:
+            return None
+        ids, values = candidates
+        most = min(self._num_logprobs, len(ids))
+        return TokenLogprobs(
+            (ids[place], *ids[:most]), (values[place], *values[:most]), (place + 1, *range(1, most + 1))
+        )
 
     def _ranked(self, candidates: Sequence[Candidates]) -> list[tuple[float, int, int, int]]:
         """(-sum, beam, place in its list, token) of the best continuations, best first."""

@@ -5,6 +5,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,25 +36,28 @@ def search(
     beam_search = BeamSearch(
         width, most, num_stop_ids=len(stop_ids), has_stop_strings=ends_text is not None, **options
     )
-    beams = [array("i", prompt)]
+    beams = [SimpleNamespace(token_ids=array("i", prompt), logprobs=[])]
     num_steps = 0
     while not beam_search.is_done:
         num_steps += 1
         assert num_steps <= most, "the search never ends"
         candidates = []
-        for values in distributions([beam.tolist() for beam in beams]):
+        for values in distributions([beam.token_ids.tolist() for beam in beams]):
             likeliest = sorted(range(len(values)), key=lambda token: (-values[token], token))
             ids = likeliest[: beam_search.num_candidates]
             candidates.append((ids, [values[token] for token in ids]))
 
-        def ends(parent: int, token: int, now: "list[array[int]]" = beams) -> Stop | None:
-            generated = [*now[parent][len(prompt) :], token]
+        def ends(parent: int, token: int, now: list[Any] = beams) -> Stop | None:
+            generated = [*now[parent].token_ids[len(prompt) :], token]
             if token in stop_ids or (ends_text is not None and ends_text(generated)):
                 return STOPPED
             return LENGTH if len(generated) >= most else None
 
         beams = [
-            beams[going.parent] + array("i", [going.token])
+            SimpleNamespace(
+                token_ids=beams[going.parent].token_ids + array("i", [going.token]),
+                logprobs=[*beams[going.parent].logprobs, going.logprobs],
+            )
             for going in beam_search.advance(beams, candidates, ends)
         ]
     return beam_search
@@ -232,4 +236,21 @@ def test_the_end_counts_in_the_length_and_the_prompt_does_not() -> None:
         ([1, 0], -0.75),
         ([0], -1.0),
     ]
-    assert found.finished[0] == Hypothesis(-0.75, -1.5, array("i", [1, 0]), STOPPED)
+    assert found.finished[0] == Hypothesis(-0.75, -1.5, array("i", [1, 0]), STOPPED, [])
+
+
+def test_log_probabilities_are_told_of_the_token_and_of_the_likeliest(model: Any) -> None:
+    prompt = random_ids(6, 4)
+    found = search(
+        3, 5, prompt, lambda beams: log_probabilities(model, beams), stop_ids=frozenset({7}), num_logprobs=6
+    )
+    assert len(found.finished) == 3
+    for each in found.finished:
+        assert [told.ids[0] for told in each.logprobs] == each.token_ids.tolist()
+        assert sum(told.values[0] for told in each.logprobs) == pytest.approx(each.logprob)
+        for length, told in enumerate(each.logprobs):
+            (truth,) = log_probabilities(model, [[*prompt, *each.token_ids[:length]]])
+            likeliest = sorted(range(len(truth)), key=lambda token: -truth[token])
+            assert list(told.ids[1:]) == likeliest[:6]
+            assert told.values[1:] == pytest.approx([truth[token] for token in likeliest[:6]], abs=1e-5)
+            assert told.ranks == (likeliest.index(told.ids[0]) + 1, 1, 2, 3, 4, 5, 6)
