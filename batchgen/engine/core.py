@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 
 from batchgen.config import EngineConfig
 from batchgen.engine.block_manager import BlockManager
@@ -65,7 +66,8 @@ class EngineCore:
         self._blocks = BlockManager(
             loaded.num_blocks,
             resolved["block_size"],
-            num_groups=loaded.num_groups,
+            group_windows=loaded.group_windows,
+            num_cpu_blocks=loaded.num_cpu_blocks,
             enable_prefix_caching=resolved["enable_prefix_caching"],
         )
         self._scheduler = Scheduler(
@@ -75,7 +77,7 @@ class EngineCore:
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
             eos_token_ids=eos_token_ids,
-            policy=POLICIES[resolved["scheduling_policy"]],
+            rank=POLICIES[resolved["scheduling_policy"]],
         )
         # The watching thread must not keep the model alive: it knows only the table of requests.
         self._watchdog = Watchdog(partial(_describe_running, self._scheduler.table))
@@ -139,7 +141,7 @@ class EngineCore:
         if self.is_paused:
             return self._scheduler.take_outputs()
         plan = self._scheduler.schedule()
-        if not plan.sequences:
+        if plan.is_empty:
             outputs = self._scheduler.take_outputs()
             if not outputs and self._scheduler.has_work and not self._scheduler.has_step_in_flight:
                 outputs = self._fail_stuck()
@@ -165,14 +167,15 @@ class EngineCore:
     def _fail_stuck(self) -> list[SampleOutput]:
         """End the request for which nothing can be scheduled though nothing is under way."""
         table, pool = self._scheduler.table, self._blocks.pool
-        head = table.waiting.head() or next(iter(table.running), None)
+        head = next(chain(table.waiting, table.swapped, table.running), None)
         if head is None:
             raise EngineError(f"requests {list(table.requests)[:5]} are in no queue")
+        needed = self._blocks.blocks_for_group(head, 0, 1)
         message = (
             f"request {head.request.request_id} cannot move: it needs "
-            f"{self._blocks.blocks_for(head.num_tokens)} blocks, "
-            f"{pool.num_free} of {pool.num_blocks} are free, {len(table.running)} sequences run, "
-            f"{len(table.waiting)} wait"
+            f"{needed} blocks, "
+            f"{pool.num_free} of {pool.num_blocks} are free, {len(table.running)} requests run, "
+            f"{len(table.waiting)} wait, {len(table.swapped)} are swapped out"
         )
         log.error("%s; it is given up", message)
         table.fail(head.request, RowFailure(FailureCode.ENGINE_ERROR, message))
@@ -192,5 +195,5 @@ class EngineCore:
 
 def _describe_running(table: RequestTable) -> str:
     running = table.running.copy()
-    names = ", ".join(sequence.request.request_id for sequence in running[:5])
-    return f"{len(running)} sequences, of requests {names}{' …' if len(running) > 5 else ''}"
+    names = ", ".join(group.request.request_id for group in running[:5])
+    return f"{len(running)} requests: {names}{' …' if len(running) > 5 else ''}"

@@ -1,61 +1,43 @@
 """The order of the queues: who is admitted first and who is preempted first."""
 
-import heapq
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from operator import attrgetter
 
-from batchgen.engine.sequence import Sequence, SequenceState
+from batchgen.engine.group import Group
+from batchgen.engine.request import Request
 
-OrderKey = Callable[[Sequence], tuple[int, ...]]
+Rank = Callable[[Request], int]
 
-
-def fcfs(sequence: Sequence) -> tuple[int, ...]:
-    """First come, first served: the last arrival is the first to be preempted."""
-    return (sequence.request.arrival, sequence.index)
-
-
-# scheduling_policy -> key; the smallest key is served first, the largest is preempted first.
-POLICIES: dict[str, OrderKey] = {"fcfs": fcfs}
+_by_order = attrgetter("order")
 
 
-class WaitingQueue:
-    """Waiting sequences, smallest `order` first; a preempted one so comes back to the front.
+def fcfs(request: Request) -> int:
+    """First come, first served: nobody is strictly ahead, the last arrival is the first to be preempted."""
+    return 0
 
-    Removing is lazy: a sequence that is no longer waiting is dropped when it comes to the head.
-    """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, ...], Sequence]] = []
-        self._num_removed = 0
+def priority(request: Request) -> int:
+    """Lower values first, ties by arrival; the largest value that came last is the first to be preempted."""
+    return request.source.priority
 
-    def __len__(self) -> int:
-        return len(self._heap) - self._num_removed
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return (entry[1] for entry in sorted(self._heap) if entry[1].state is SequenceState.WAITING)
+# scheduling_policy -> rank; a smaller rank is served first, equal ranks by arrival.
+POLICIES: dict[str, Rank] = {"fcfs": fcfs, "priority": priority}
 
-    def push(self, sequence: Sequence) -> None:
-        """Enter a sequence; its state becomes WAITING."""
-        sequence.state = SequenceState.WAITING
-        heapq.heappush(self._heap, (sequence.order, sequence))
 
-    def head(self) -> Sequence | None:
-        """The sequence to be served next, or None."""
-        while self._heap:
-            sequence = self._heap[0][1]
-            if sequence.state is SequenceState.WAITING:
-                return sequence
-            heapq.heappop(self._heap)
-            self._num_removed -= 1
-        return None
+class GroupQueue(list[Group]):
+    """Groups in their order, smallest first."""
 
-    def pop(self) -> Sequence:
-        """Take out the head, which `head` has just shown."""
-        return heapq.heappop(self._heap)[1]
+    def add(self, group: Group) -> None:
+        """Enter a group at its place."""
+        if not self or self[-1].order < group.order:
+            self.append(group)
+        else:
+            insort(self, group, key=_by_order)
 
-    def removed(self, sequence: Sequence) -> None:
-        """Be told that a waiting sequence has got another state without being popped."""
-        self._num_removed += 1
-        if self._num_removed > 64 and self._num_removed > len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if entry[1].state is SequenceState.WAITING]
-            heapq.heapify(self._heap)
-            self._num_removed = 0
+    def take(self, group: Group) -> None:
+        """Take a group out."""
+        place = bisect_left(self, group.order, key=_by_order)
+        assert self[place] is group, f"request {group.request.request_id} is not in this queue"
+        del self[place]

@@ -1,9 +1,13 @@
 """Request: what one row asks of the engine, as the core keeps it while any of its samples is unfinished."""
 
 from array import array
+from typing import TYPE_CHECKING
 
 from batchgen.engine.messages import EngineRequest
-from batchgen.engine.scheduler_output import DrawRules
+from batchgen.engine.scheduler_output import DrawRules, TokenLogprobs
+
+if TYPE_CHECKING:
+    from batchgen.engine.group import Group
 
 
 class Request:
@@ -12,6 +16,7 @@ class Request:
     Args:
         source: the message it came in.
         arrival: running number; smaller came first.
+        arrived_at: when it came, in seconds of some clock.
         max_total_tokens: prompt and generated tokens at which a sample ends with `length`.
         eos_token_ids: the model's end-of-sequence ids.
         vocab_size: ids from here on do not exist; stop ids beyond are dropped.
@@ -20,19 +25,24 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "arrived_at",
         "cache_root",
         "eos_ids",
-        "is_forked",
+        "first_scored",
+        "groups",
         "max_total_tokens",
+        "next_scored",
         "num_cached_tokens",
         "num_unfinished",
         "params",
         "prompt",
+        "prompt_logprobs",
         "request_id",
         "rules",
         "seed",
         "source",
         "streams",
+        "wants_logprobs",
     )
 
     def __init__(
@@ -40,6 +50,7 @@ class Request:
         source: EngineRequest,
         arrival: int,
         *,
+        arrived_at: float = 0.0,
         max_model_len: int,
         eos_token_ids: frozenset[int],
         vocab_size: int,
@@ -52,6 +63,7 @@ class Request:
         self.seed = source.seed
         self.streams = source.streams
         self.arrival = arrival
+        self.arrived_at = arrived_at
         self.cache_root = cache_root
         self.prompt = array("i")
         self.prompt.frombytes(source.prompt_token_ids)
@@ -66,6 +78,18 @@ class Request:
             len(self.prompt),
             params.needs_history,
         )
-        self.num_unfinished = params.n
+        self.groups: list[Group] = []
+        self.num_unfinished = 1 if source.is_pinned else params.num_samples
         self.num_cached_tokens = 0
-        self.is_forked = params.n == 1
+        self.wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+        # Prompt positions from here on have a score, which the step that computes the one before it gives.
+        self.first_scored = len(self.prompt)
+        if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+            self.first_scored = min(max(1, params.prompt_logprob_start or 0), len(self.prompt))
+        self.next_scored = self.first_scored
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def has_all_scores(self) -> bool:
+        """Whether all prompt tokens have the scores that are wanted."""
+        return self.first_scored + len(self.prompt_logprobs) == len(self.prompt)

@@ -1,163 +1,195 @@
-"""RequestTable: the requests in flight, the queues their sequences stand in, and what is told of them."""
-
-from bisect import insort
-from collections import deque
-from collections.abc import Iterable
-from operator import attrgetter
+"""RequestTable: the requests in flight, the queues their groups stand in, and how samples end."""
 
 from batchgen.engine.block_manager import BlockManager
-from batchgen.engine.messages import SampleOutput
+from batchgen.engine.group import Group, GroupState
 from batchgen.engine.metrics import Counters
-from batchgen.engine.policy import OrderKey, WaitingQueue
+from batchgen.engine.outbox import Outbox
+from batchgen.engine.policy import GroupQueue, Rank
 from batchgen.engine.request import Request
-from batchgen.engine.sequence import Sequence, SequenceState
+from batchgen.engine.sequence import Sequence
 from batchgen.engine.stop import Stop, check_stop
 from batchgen.outputs import FinishReason, RowFailure
 
-_by_order = attrgetter("order")
+ERROR = Stop(FinishReason.ERROR)
 
 
 class RequestTable:
-    """Who is there. Sequences enter and leave the queues here and nowhere else.
+    """Who is there. Groups enter and leave the queues here and nowhere else.
 
     Attributes:
-        requests: request id -> its sequences, finished ones included, until the last has finished.
-        waiting, running, swapped: the queues. `running` is sorted by the policy; `swapped` stays empty until
-            there is a pool in host memory.
+        requests: request id -> the request, until its last sample has finished.
+        waiting, running, swapped: the queues, each in the order of the policy.
+        outbox: what is to be told.
     """
 
-    def __init__(self, blocks: BlockManager, counters: Counters, policy: OrderKey):
-        self.requests: dict[str, list[Sequence]] = {}
-        self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []
-        self.swapped: deque[Sequence] = deque()
+    def __init__(self, blocks: BlockManager, counters: Counters, rank: Rank):
+        self.requests: dict[str, Request] = {}
+        self.waiting = GroupQueue()
+        self.running = GroupQueue()
+        self.swapped = GroupQueue()
+        self.outbox = Outbox()
         self._blocks = blocks
         self._counters = counters
-        self._policy = policy
-        self._outputs: list[SampleOutput] = []
+        self._rank = rank
         self._finished_seq_ids: list[int] = []
         self._num_sequences = 0
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request) -> Group:
         """Enter a request; its first sequence waits, for all samples until the prompt is computed."""
-        self.requests[request.request_id] = []
-        leader = self.new_sequence(request, 0)
-        self.waiting.push(leader)
-        return leader
+        self.requests[request.request_id] = request
+        return self._wait_as_group(request, list(range(request.num_unfinished)))
 
-    def new_sequence(self, request: Request, index: int) -> Sequence:
-        """A further sample of a request, in no queue yet."""
-        sequence = Sequence(self._num_sequences, request, index, self._blocks.num_groups)
-        sequence.order = self._policy(sequence)
-        self._num_sequences += 1
-        self.requests[request.request_id].append(sequence)
-        return sequence
+    def run(self, group: Group) -> None:
+        """Let a waiting or swapped group run; it has its blocks."""
+        self._queue(group).take(group)
+        self._enter(group, GroupState.RUNNING)
+        group.num_overtaken = 0
 
-    def wait_apart(self, request: Request, indices: Iterable[int]) -> None:
-        """Let these samples of a request wait as sequences of their own; no fork will make them."""
-        for index in indices:
-            self.waiting.push(self.new_sequence(request, index))
-        request.is_forked = True
+    def preempt(self, group: Group) -> None:
+        """Take the blocks of a running group; it waits again, with the tokens drawn so far."""
+        for sequence in group.sequences:
+            self._blocks.free(sequence)
+        self.running.take(group)
+        group.num_preemptions += 1
+        group.shared_until = 0
+        group.lacking = 0
+        self._enter(group, GroupState.WAITING)
 
-    def run(self, sequence: Sequence) -> None:
-        """Put a sequence that is in no queue among those that run."""
-        sequence.state = SequenceState.RUNNING
-        insort(self.running, sequence, key=_by_order)
+    def fork(self, group: Group) -> list[Sequence]:
+        """Make the pending samples of a group out of its leader, whose blocks they share."""
+        leader = group.sequences[0]
+        forked = [self._new_sequence(group.request, index) for index in group.pending]
+        for sequence in forked:
+            self._blocks.fork(leader, sequence)
+            sequence.group = group
+        group.sequences += forked
+        group.pending = []
+        return forked
 
-    def preempt_last(self) -> Sequence:
-        """Take the blocks of the last running sequence; it waits again, with the tokens drawn so far."""
-        victim = self.running.pop()
-        self._blocks.free(victim)
-        victim.num_preemptions += 1
-        self.waiting.push(victim)
-        return victim
+    def split(self, group: Group, keep: int) -> Group:
+        """Let all samples of a group but the first `keep` wait as a further group; they lose their blocks."""
+        if group.pending:
+            rest, group.pending = group.pending[keep - 1 :], group.pending[: keep - 1]
+            return self._wait_as_group(group.request, rest)
+        moved = group.sequences[keep:]
+        del group.sequences[keep:]
+        for sequence in moved:
+            self._blocks.free(sequence)
+        further = Group(group.request, group.rank, moved[0], [])
+        further.sequences = moved
+        for sequence in moved:
+            sequence.group = further
+        group.request.groups.append(further)
+        self._enter(further, GroupState.WAITING)
+        return further
 
-    def accept(self, sequence: Sequence, token: int) -> None:
-        """Append a drawn token, and end the sample if it is the last."""
+    def accept(self, sequence: Sequence, token: int, *, is_complete: bool = False) -> None:
+        """Append a drawn token, and end the sample if it is the last or its grammar `is_complete`."""
         sequence.token_ids.append(token)
         self._counters.generation_tokens += 1
-        stop = check_stop(sequence)
+        stop = check_stop(sequence, is_complete)
         if stop is not None:
             self.finish(sequence, stop)
         elif sequence.request.streams:
-            self._tell(sequence, None, None)
+            self.outbox.tell(sequence)
 
     def finish(self, sequence: Sequence, stop: Stop, error: RowFailure | None = None) -> None:
         """End a sample and tell its last tokens."""
-        self.leave(sequence)
-        self._tell(sequence, stop, error)
-        self._sample_done(sequence)
+        self._leave(sequence)
+        self.outbox.tell(sequence, stop, error)
+        self._sample_done(sequence.request)
 
     def fail(self, request: Request, failure: RowFailure) -> None:
         """End every unfinished sample of a request with an error; tokens drawn so far are kept."""
-        if not request.is_forked:
-            self.wait_apart(request, range(1, request.params.n))
-        for sequence in self.requests[request.request_id].copy():
-            if not sequence.is_finished:
-                self.finish(sequence, Stop(FinishReason.ERROR), failure)
+        for group in request.groups.copy():
+            self.fail_group(group, failure)
+
+    def fail_group(self, group: Group, failure: RowFailure) -> None:
+        """End every unfinished sample of a group with an error."""
+        group.sequences += self._pending_as_sequences(group)
+        for sequence in group.sequences.copy():
+            self.finish(sequence, ERROR, failure)
 
     def drop(self, request_id: str) -> None:
         """Forget a request without another word; an unknown one is ignored."""
-        for sequence in self.requests.pop(request_id, ()):
-            self.leave(sequence)
-        self._outputs = [output for output in self._outputs if output.request_id != request_id]
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            for group in request.groups.copy():
+                group.pending = []
+                for sequence in group.sequences.copy():
+                    self._leave(sequence)
+        self.outbox.drop(request_id)
 
     def drop_sample(self, request_id: str, index: int) -> None:
         """Forget one sample of a request without another word; an unknown or finished one is ignored."""
-        for sequence in self.requests.get(request_id, ()):
-            if sequence.index == index and not sequence.is_finished:
-                self.leave(sequence)
-                self._sample_done(sequence)
-                return
-
-    def leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue and give its blocks back."""
-        if sequence.state is SequenceState.FINISHED:
-            return
-        if sequence.state is SequenceState.RUNNING:
-            self.running.remove(sequence)
-            self._blocks.free(sequence)
-        was_waiting = sequence.state is SequenceState.WAITING
-        sequence.state = SequenceState.FINISHED
-        if was_waiting:
-            self.waiting.removed(sequence)
-        self._finished_seq_ids.append(sequence.seq_id)
-
-    @property
-    def has_outputs(self) -> bool:
-        """Whether there is anything to be told; a refused request leaves nothing else behind."""
-        return bool(self._outputs)
-
-    def take_outputs(self) -> list[SampleOutput]:
-        """What is to be told since the last call."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        request = self.requests.get(request_id)
+        for group in () if request is None else request.groups.copy():
+            for sequence in group.sequences.copy():
+                if sequence.index == index:
+                    self._leave(sequence)
+                    self._sample_done(sequence.request)
 
     def take_finished_seq_ids(self) -> tuple[int, ...]:
         """Sequences that have left since the last call."""
         finished, self._finished_seq_ids = tuple(self._finished_seq_ids), []
         return finished
 
-    def _sample_done(self, sequence: Sequence) -> None:
-        request = sequence.request
+    def _wait_as_group(self, request: Request, indices: list[int]) -> Group:
+        leader = self._new_sequence(request, indices[0])
+        group = Group(request, self._rank(request), leader, indices[1:])
+        request.groups.append(group)
+        self._enter(group, GroupState.WAITING)
+        return group
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
+        sequence = Sequence(self._num_sequences, request, index, self._blocks.num_groups)
+        self._num_sequences += 1
+        return sequence
+
+    def _pending_as_sequences(self, group: Group) -> list[Sequence]:
+        made = [self._new_sequence(group.request, index) for index in group.pending]
+        for sequence in made:
+            sequence.group = group
+        group.pending = []
+        return made
+
+    def _queue(self, group: Group) -> GroupQueue:
+        if group.state is GroupState.RUNNING:
+            return self.running
+        return self.waiting if group.state is GroupState.WAITING else self.swapped
+
+    def _enter(self, group: Group, state: GroupState) -> None:
+        group.state = state
+        self._queue(group).add(group)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take an unfinished sequence out of its group and give its blocks back."""
+        group = sequence.group
+        if group.shared_until and sequence is group.sequences[0] and len(group.sequences) > 1:
+            # The next one leads, with what is computed of that which all share.
+            self._blocks.fork(sequence, group.sequences[1])
+        if group.pending and len(group.sequences) == 1:
+            self._lead_anew(group)
+        group.sequences.remove(sequence)
+        self._blocks.free(sequence)
+        sequence.is_finished = True
+        self._finished_seq_ids.append(sequence.seq_id)
+        if not group.sequences:
+            self._queue(group).take(group)
+            group.state = GroupState.FINISHED
+            group.request.groups.remove(group)
+        elif len(group.sequences) == 1:
+            group.shared_until = 0
+
+    def _lead_anew(self, group: Group) -> None:
+        """Before the leader goes, let the first pending sample take its place and its blocks."""
+        heir = self._new_sequence(group.request, group.pending.pop(0))
+        heir.group = group
+        self._blocks.fork(group.sequences[0], heir)
+        group.sequences.append(heir)
+
+    def _sample_done(self, request: Request) -> None:
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
             del self.requests[request.request_id]
             self._counters.num_requests_finished += 1
-
-    def _tell(self, sequence: Sequence, stop: Stop | None, error: RowFailure | None) -> None:
-        request = sequence.request
-        start = len(request.prompt) + sequence.num_sent_tokens
-        sequence.num_sent_tokens = len(sequence.token_ids) - len(request.prompt)
-        self._outputs.append(
-            SampleOutput(
-                request_id=request.request_id,
-                index=sequence.index,
-                token_ids=sequence.token_ids[start:].tobytes(),
-                finish_reason=None if stop is None else stop.finish_reason,
-                stop_reason=None if stop is None else stop.stop_reason,
-                num_cached_tokens=request.num_cached_tokens,
-                error=error,
-                serial=request.source.serial,
-            )
-        )

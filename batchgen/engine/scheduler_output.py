@@ -126,6 +126,11 @@ class SchedulerOutput:
     finished_seq_ids: tuple[int, ...] = field(default=())
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to execute."""
+        return not (self.sequences or self.swap_out or self.swap_in)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)

@@ -1,18 +1,13 @@
 """Sequence: one token stream of a request, how far it is computed, and the blocks that hold it."""
 
 from array import array
-from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from batchgen.engine.request import Request
+from batchgen.engine.scheduler_output import TokenLogprobs
 
-
-class SequenceState(Enum):
-    """Where a sequence stands."""
-
-    WAITING = auto()
-    RUNNING = auto()
-    SWAPPED = auto()
-    FINISHED = auto()
+if TYPE_CHECKING:
+    from batchgen.engine.group import Group
 
 
 class Sequence:
@@ -21,29 +16,37 @@ class Sequence:
     Attributes:
         seq_id: unique in the engine's life.
         index: number of the sample in its request.
-        order: place in every queue; smaller goes first, the largest is the first to be preempted.
+        group: those it runs with.
         token_ids: prompt and accepted tokens.
         num_placeholders: tokens that a step under way draws; they follow `token_ids` and are not known yet.
         num_computed_tokens: tokens whose keys and values are in the blocks, or will be after the steps under
             way.
-        block_tables: per KV group, the sequence's blocks in order.
+        block_tables: per KV group, the sequence's blocks in order; -1 where one behind a window was released.
+        num_released: per KV group, how many leading blocks were released behind a window.
+        host_tables: the same blocks in host memory while it is swapped out.
         block_hashes: chained hashes of its full blocks, as far as anybody asked.
         num_cached_blocks: leading blocks that were offered to the prefix cache.
+        num_sent_tokens: generated tokens that the caller was told.
+        logprobs: of the tokens not told yet, when the request wants them.
+        is_valid: whether its grammar may end here; None without a grammar.
     """
 
     __slots__ = (
         "block_hashes",
         "block_tables",
+        "group",
+        "host_tables",
         "index",
+        "is_finished",
+        "is_valid",
+        "logprobs",
         "num_cached_blocks",
         "num_computed_tokens",
         "num_placeholders",
-        "num_preemptions",
+        "num_released",
         "num_sent_tokens",
-        "order",
         "request",
         "seq_id",
-        "state",
         "token_ids",
     )
 
@@ -51,16 +54,19 @@ class Sequence:
         self.seq_id = seq_id
         self.request = request
         self.index = index
-        self.order: tuple[int, ...] = ()
+        self.group: Group
         self.token_ids = array("i", request.prompt)
         self.num_placeholders = 0
         self.num_computed_tokens = 0
         self.block_tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+        self.num_released = [0] * num_groups
+        self.host_tables: tuple[list[int], ...] = ()
         self.block_hashes: list[bytes] = []
         self.num_cached_blocks = 0
-        self.num_preemptions = 0
         self.num_sent_tokens = 0
-        self.state = SequenceState.WAITING
+        self.logprobs: list[TokenLogprobs] = []
+        self.is_valid: bool | None = None
+        self.is_finished = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -76,11 +82,6 @@ class Sequence:
     def num_generated(self) -> int:
         """Tokens drawn, those not known yet included."""
         return len(self.token_ids) + self.num_placeholders - len(self.request.prompt)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing more is computed for it."""
-        return self.state is SequenceState.FINISHED
 
     def tokens_to_compute(self, count: int) -> list[int]:
         """The next `count` tokens that lack keys and values; -1 for those not known yet."""

@@ -4,10 +4,12 @@
 strings are found on the caller's side, where there is text (`output_processor.py`).
 """
 
+from array import array
 from typing import NamedTuple
 
 from batchgen.engine.sequence import Sequence
 from batchgen.outputs import FinishReason
+from batchgen.sampling_parts import RepetitionDetection
 
 
 class Stop(NamedTuple):
@@ -19,16 +21,39 @@ class Stop(NamedTuple):
 
 _EOS = Stop(FinishReason.STOP)
 _LENGTH = Stop(FinishReason.LENGTH)
+_REPETITION = Stop(FinishReason.REPETITION)
 
 
-def check_stop(sequence: Sequence) -> Stop | None:
-    """Whether the last accepted token of a sequence ends it: end of sequence, stop token, length."""
+def check_stop(sequence: Sequence, is_complete: bool = False) -> Stop | None:
+    """Why the last accepted token of a sequence ends it, if it does; `is_complete`: its grammar is at its end."""
     request = sequence.request
     token = sequence.token_ids[-1]
     if token in request.eos_ids:
         return _EOS
     if token in request.params.stop_token_ids:
         return Stop(FinishReason.STOP, token)
+    if is_complete:
+        return _EOS
     if len(sequence.token_ids) >= request.max_total_tokens:
         return _LENGTH
+    detection = request.params.repetition_detection
+    if (
+        detection is not None
+        and sequence.num_generated >= request.params.min_tokens
+        and repeats(sequence.token_ids, len(request.prompt), detection)
+    ):
+        return _REPETITION
     return None
+
+
+def repeats(token_ids: "array[int]", start: int, detection: RepetitionDetection) -> bool:
+    """Whether the generated tokens, from `start` on, end in one pattern `min_count` times or more."""
+    num_generated = len(token_ids) - start
+    for size in range(detection.min_pattern_size, detection.max_pattern_size + 1):
+        span = size * detection.min_count
+        if span > num_generated:
+            return False
+        # Tokens repeat with period `size` when the stretch equals itself moved by one pattern.
+        if token_ids[-span:-size] == token_ids[len(token_ids) - span + size :]:
+            return True
+    return False

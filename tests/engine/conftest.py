@@ -29,7 +29,16 @@ def make_request() -> Callable[..., EngineRequest]:
     def make(request_id: str, prompt: Iterable[int], **values: Any) -> EngineRequest:
         own = {
             name: values.pop(name)
-            for name in ("seed", "streams", "features", "adapter", "cache_salt", "serial")
+            for name in (
+                "seed",
+                "streams",
+                "features",
+                "adapter",
+                "cache_salt",
+                "serial",
+                "priority",
+                "is_pinned",
+            )
             if name in values
         }
         params = values.pop("params", None) or SamplingParams(**{"temperature": 0, **values})
@@ -56,6 +65,20 @@ def make_sequence(make_request: Callable[..., EngineRequest]) -> Callable[..., S
         return Sequence(number, request, 0, num_groups)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def admit() -> Callable[..., bool]:
+    """Give a waiting sequence its hits and blocks for all its tokens, if there are enough."""
+
+    def try_it(blocks: BlockManager, sequence: Sequence) -> bool:
+        hits = blocks.lookup(sequence, sequence.num_tokens - 1)
+        if blocks.num_needed(hits, sequence.num_tokens, sequence.num_tokens) > blocks.pool.num_free:
+            return False
+        blocks.take(sequence, hits, sequence.num_tokens, sequence.num_tokens)
+        return True
+
+    return try_it
 
 
 @pytest.fixture(scope="session")
@@ -90,11 +113,17 @@ def make_scheduler() -> Callable[..., Scheduler]:
         num_blocks: int = 64,
         block_size: int = 16,
         num_groups: int = 1,
+        group_windows: tuple[int | None, ...] | None = None,
+        num_cpu_blocks: int = 0,
         enable_prefix_caching: bool = True,
         **values: Any,
     ) -> Scheduler:
         blocks = BlockManager(
-            num_blocks, block_size, num_groups=num_groups, enable_prefix_caching=enable_prefix_caching
+            num_blocks,
+            block_size,
+            group_windows=group_windows or (None,) * num_groups,
+            num_cpu_blocks=num_cpu_blocks,
+            enable_prefix_caching=enable_prefix_caching,
         )
         limits = {
             "max_num_seqs": 8,
@@ -164,19 +193,25 @@ def check_blocks() -> Callable[[Scheduler], None]:
     def check(scheduler: Scheduler) -> None:
         table, pool = scheduler.table, scheduler.blocks.pool
         holders = [0] * pool.num_blocks
-        for sequence in table.running:
-            for blocks in sequence.block_tables:
-                assert len(set(blocks)) == len(blocks)
-                for block in blocks:
-                    holders[block] += 1
+        for group in table.running:
+            for sequence in group.sequences:
+                for blocks in sequence.block_tables:
+                    held = [block for block in blocks if block >= 0]
+                    assert len(set(held)) == len(held)
+                    for block in held:
+                        holders[block] += 1
         assert holders == pool.ref_counts
         assert pool.num_free == holders.count(0)
-        waiting = list(table.waiting)
-        assert len(waiting) == len(table.waiting)
-        assert not any(any(sequence.block_tables) for sequence in waiting)
-        assert [sequence.order for sequence in table.running] == sorted(each.order for each in table.running)
-        unfinished = [each for group in table.requests.values() for each in group if not each.is_finished]
-        assert {id(each) for each in unfinished} == {id(each) for each in [*waiting, *table.running]}
-        assert len(unfinished) == len(waiting) + len(table.running)
+        for group in table.waiting:
+            assert not any(any(sequence.block_tables) for sequence in group.sequences)
+        queued = [*table.waiting, *table.running, *table.swapped]
+        for queue in (table.waiting, table.running, table.swapped):
+            assert [group.order for group in queue] == sorted(group.order for group in queue)
+        unfinished = [group for request in table.requests.values() for group in request.groups]
+        assert {id(group) for group in unfinished} == {id(group) for group in queued}
+        assert len(unfinished) == len(queued)
+        assert all(group.sequences and not any(s.is_finished for s in group.sequences) for group in queued)
+        for request in table.requests.values():
+            assert sum(group.width for group in request.groups) == request.num_unfinished
 
     return check

@@ -206,12 +206,12 @@ def test_a_request_that_cannot_move_is_named_and_given_up(
     core.add(make_request("row 17", [1] * 40, max_tokens=4))
     core.add(make_request("row 18", [1] * 4, max_tokens=4))
     ends = [output for output in run(core) if output.finish_reason]
-    assert [output.request_id for output in ends] == ["row 17", "row 18"]
-    assert ends[0].error is not None
-    assert ends[0].error.code is FailureCode.ENGINE_ERROR
-    assert "row 17 cannot move: it needs 3 blocks, 2 of 6 are free" in ends[0].error.message
+    assert [output.request_id for output in ends] == ["row 18", "row 17"]
+    assert ends[0].finish_reason == "length"
+    assert ends[1].error is not None
+    assert ends[1].error.code is FailureCode.ENGINE_ERROR
+    assert "row 17 cannot move: it needs 3 blocks, 2 of 6 are free" in ends[1].error.message
     assert any("row 17" in record.getMessage() for record in caplog.records)
-    assert ends[1].finish_reason == "length"
 
 
 def test_a_pool_smaller_than_the_context_is_said_at_the_start(

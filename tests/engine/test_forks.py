@@ -85,8 +85,8 @@ def test_samples_without_room_take_the_prompt_from_the_cache(
     scheduler.add(make_request("a", range(40), n=4, temperature=1.0, max_tokens=3))
     run(scheduler, executor)
     computed = sum(tokens for _, tokens in executor.steps)
-    # The prompt once; for two samples its last, partly filled block again; two more tokens of each sample.
-    assert computed == 40 + 2 * 8 + 4 * 2
+    # The prompt once; its last, partly filled block once more for the other two; two more tokens of each.
+    assert computed == 40 + 8 + 4 * 2
 
 
 def test_a_dropped_sample_leaves_the_others(

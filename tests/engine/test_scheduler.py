@@ -105,18 +105,18 @@ def test_lower_limits_stop_nobody_who_runs(
 def test_the_last_arrival_is_preempted_keeps_its_tokens_and_comes_back_first(
     make_scheduler: MakeScheduler, make_request: MakeRequest, execute: Execute
 ) -> None:
-    scheduler = make_scheduler(num_blocks=3, enable_prefix_caching=False)
+    scheduler = make_scheduler(num_blocks=3, enable_prefix_caching=False, skip_window=0)
     for name in "abc":
         scheduler.add(make_request(name, [ord(name) % 50] * 14, max_tokens=6))
     scheduler.add(make_request("d", [1, 2], max_tokens=6))
     for _ in range(3):
         step = scheduler.schedule()
         scheduler.update(execute(step))
-    assert [each.num_tokens for each in scheduler.table.running] == [17, 17, 17]
+    assert [group.sequences[0].num_tokens for group in scheduler.table.running] == [17, 17, 17]
     step = scheduler.schedule()
     # a takes c's block, then b, which needs one too, is the last itself.
     assert work(step) == [(0, 16, 1)]
-    assert [each.seq_id for each in scheduler.table.waiting] == [1, 2, 3]
+    assert [group.sequences[0].seq_id for group in scheduler.table.waiting] == [1, 2, 3]
     assert scheduler.counters.num_preemptions == 2
     scheduler.update(execute(step))
     step = scheduler.schedule()
@@ -128,10 +128,10 @@ def test_the_last_arrival_is_preempted_keeps_its_tokens_and_comes_back_first(
     assert counts == {"a": 2, "b": 3, "c": 3, "d": 6}
 
 
-def test_nobody_overtakes_a_preempted_sequence(
+def test_nobody_overtakes_without_a_window(
     make_scheduler: MakeScheduler, make_request: MakeRequest, execute: Execute
 ) -> None:
-    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False)
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False, skip_window=0)
     scheduler.add(make_request("a", range(30), max_tokens=30))
     scheduler.add(make_request("b", range(16), max_tokens=30))
     for _ in range(3):
@@ -270,6 +270,19 @@ def test_preemptions_are_logged_at_the_first_the_51st_and_the_101st(
     messages = [record.getMessage() for record in caplog.records]
     assert [message.split("preemption ")[1].split(")")[0] for message in messages] == ["1", "51", "101"]
     assert all("max_num_seqs" in message and "row " in message for message in messages)
+
+
+def test_admission_leaves_a_share_free_while_others_run(
+    make_scheduler: MakeScheduler, make_request: MakeRequest
+) -> None:
+    scheduler = make_scheduler(num_blocks=200, max_model_len=4000, max_num_batched_tokens=8000)
+    assert scheduler.blocks.watermark_blocks == 2
+    for name, num_blocks in (("a", 150), ("too big now", 49), ("b", 48)):
+        scheduler.add(make_request(name, [ord(name[0])] * (16 * num_blocks)))
+    assert [len(each.token_ids) // 16 for each in scheduler.schedule().sequences] == [150, 48]
+    alone = make_scheduler(num_blocks=200, max_model_len=4000, max_num_batched_tokens=8000)
+    alone.add(make_request("all", [1] * 3200))
+    assert alone.schedule().num_tokens == 3200
 
 
 def test_aborted_requests_leave_no_block_and_no_word(

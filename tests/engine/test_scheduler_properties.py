@@ -111,9 +111,9 @@ def run_stream(
 
 
 def check_step(scheduler: Scheduler, step: Any) -> None:
-    assert step.num_tokens <= scheduler.max_num_batched_tokens
-    assert len(step.sequences) <= scheduler.max_num_seqs
-    assert len(scheduler.table.running) <= scheduler.max_num_seqs
+    assert step.num_tokens <= scheduler.rules.max_num_batched_tokens
+    assert len(step.sequences) <= scheduler.rules.max_num_seqs
+    assert sum(group.width for group in scheduler.table.running) <= scheduler.rules.max_num_seqs
     assert len({each.seq_id for each in step.sequences}) == len(step.sequences)
     targets = [target for _, target in step.block_copies]
     assert len(set(targets)) == len(targets)
@@ -124,7 +124,14 @@ def check_step(scheduler: Scheduler, step: Any) -> None:
 
 
 def engine(
-    num_groups: int = 1, *, blocks: int, seqs: int, tokens: int, caching: bool, make_scheduler: Any
+    num_groups: int = 1,
+    *,
+    blocks: int,
+    seqs: int,
+    tokens: int,
+    caching: bool,
+    make_scheduler: Any,
+    skip_window: int = 8,
 ) -> tuple[Scheduler, CountingExecutor]:
     config = EngineConfig.from_engine_args(
         model="counting:", num_gpu_blocks_override=blocks, max_num_seqs=seqs, max_model_len=MAX_LEN
@@ -136,6 +143,7 @@ def engine(
         max_model_len=MAX_LEN,
         enable_prefix_caching=caching,
         num_groups=num_groups,
+        skip_window=skip_window,
     )
     return scheduler, CountingExecutor(config, num_groups=num_groups)
 
@@ -284,7 +292,7 @@ def test_who_runs_is_what_an_independent_simulator_says(
 ) -> None:
     stream = sorted(stream, key=lambda ask: ask.comes_at)
     scheduler, executor = engine(
-        blocks=blocks, seqs=seqs, tokens=tokens, caching=False, make_scheduler=make_scheduler
+        blocks=blocks, seqs=seqs, tokens=tokens, caching=False, make_scheduler=make_scheduler, skip_window=0
     )
     run = run_stream(scheduler, executor, stream, joined, check_blocks)
     assert run.trace == simulate(stream, blocks, seqs, tokens)

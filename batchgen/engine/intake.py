@@ -1,0 +1,96 @@
+"""Intake: takes in what a step drew: tokens, drafts that proved right, log probabilities, ends."""
+
+from typing import Protocol
+
+from batchgen.engine.group import Group
+from batchgen.engine.metrics import Counters
+from batchgen.engine.refusals import overflowed, undrawable
+from batchgen.engine.request_table import ERROR, RequestTable
+from batchgen.engine.scheduler_output import StepResult
+from batchgen.engine.sequence import Sequence
+from batchgen.engine.step import Drafts, StepInFlight
+from batchgen.engine.stop import Stop
+from batchgen.errors import EngineError
+from batchgen.outputs import FinishReason
+
+# A beam's candidates, best first: token ids and log probabilities.
+Candidates = tuple[list[int], list[float]]
+
+
+class BeamStepper(Protocol):
+    """Continues beam searches."""
+
+    def advance(self, group: Group, candidates: list[tuple[Sequence, Candidates]]) -> None:
+        """Take in the candidates of all beams of a group that is not finished."""
+
+
+class Intake:
+    """Adds what steps drew to the sequences of a table."""
+
+    def __init__(self, table: RequestTable, counters: Counters, beams: BeamStepper | None = None):
+        self._table = table
+        self._counters = counters
+        self.beams = beams
+
+    def take(self, step: StepInFlight, result: StepResult) -> None:
+        """Take in one step's result.
+
+        Raises:
+            EngineError: it has not as many tokens as were due.
+        """
+        if step.num_rows != len(result.token_ids):
+            raise EngineError(
+                f"step {result.step} drew {len(result.token_ids)} tokens; {step.num_rows} were due"
+            )
+        for seq_id, scores in result.prompt_logprobs.items():
+            request = step.scored[seq_id]
+            request.prompt_logprobs += scores
+        beams: dict[int, list[tuple[Sequence, Candidates]]] = {}
+        row = 0
+        for sequence, drafts in step.draws:
+            sequence.num_placeholders -= 1
+            if drafts:
+                self._take_drafted(sequence, drafts, row, result)
+            elif not sequence.is_finished:
+                if row in result.candidates:
+                    beams.setdefault(id(sequence.group), []).append((sequence, result.candidates[row]))
+                else:
+                    self._take_row(sequence, row, result)
+            row += 1 + len(drafts)
+        for of_group in beams.values():
+            group = of_group[0][0].group
+            if len(of_group) == len(group.sequences):
+                assert self.beams is not None
+                self.beams.advance(group, of_group)
+        for sequence in step.pinned:
+            if not sequence.is_finished:
+                self._table.finish(sequence, Stop(FinishReason.LENGTH))
+
+    def _take_drafted(self, sequence: Sequence, drafts: Drafts, row: int, result: StepResult) -> None:
+        """Accept drawn tokens while they are those that were drafted, and the first that is not."""
+        for ahead, draft in enumerate((*drafts, None)):
+            if sequence.is_finished:
+                break
+            self._take_row(sequence, row + ahead, result)
+            self._counters.num_accepted_tokens += result.token_ids[row + ahead] == draft
+            if result.token_ids[row + ahead] != draft:
+                break
+        self._counters.num_draft_tokens += len(drafts)
+        if not sequence.is_finished:
+            # What was written after the last accepted token is written again.
+            sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)
+
+    def _take_row(self, sequence: Sequence, row: int, result: StepResult) -> None:
+        token = result.token_ids[row]
+        if token is None:
+            why = result.failures.get(row)
+            failure = overflowed(sequence) if why is None else undrawable(sequence, why)
+            self._table.finish(sequence, ERROR, failure)
+            return
+        if row in result.logprobs:
+            sequence.logprobs.append(result.logprobs[row])
+        is_complete = False
+        if row in result.grammar:
+            state = result.grammar[row]
+            sequence.is_valid, is_complete = state.is_accepting, state.is_complete
+        self._table.accept(sequence, token, is_complete=is_complete)
