@@ -155,8 +155,10 @@ class Decoder:
         self._workspace.release()
 
     def tensors(self) -> list[Tensor]:
-        """All that stays in memory between steps but the cache; some of it may come twice."""
-        found = [tensor for target, _ in self._targets.values() for tensor in target.tensors()]
+        """All that stays in memory between steps, but the cache."""
+        # The parts of a fused layer have one target.
+        targets = {id(target): target for target, _ in self._targets.values()}
+        found = [tensor for target in targets.values() for tensor in target.tensors()]
         return found if self._rotary is None else [*found, self._rotary.cos_sin]
 
     def forward(

@@ -101,12 +101,12 @@ def plan_host_blocks(swap_space: float, *, block_bytes: int, free_bytes: int) ->
     blocks = int(swap_space * 2**30) // block_bytes
     if blocks < 1:
         raise CapacityError(
-            f"swap_space={swap_space} GiB does not hold one KV block ({block_bytes} bytes); give more, or 0 "
-            f"for none"
+            f"swap_space={swap_space:g} GiB does not hold one KV block ({block_bytes} bytes); give more, or "
+            f"0 for none"
         )
     if blocks * block_bytes > free_bytes:
         raise CapacityError(
-            f"swap_space={swap_space} asks for {blocks * block_bytes / 2**20:.0f} MiB of host memory for "
+            f"swap_space={swap_space:g} asks for {blocks * block_bytes / 2**20:.0f} MiB of host memory for "
             f"swapped KV blocks, but only {free_bytes / 2**20:.0f} MiB are free; give less"
         )
     return blocks

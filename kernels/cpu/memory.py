@@ -5,6 +5,7 @@ costs up to a third of the time.
 """
 
 import mmap
+import weakref
 from contextlib import suppress
 
 import torch
@@ -18,29 +19,36 @@ _ALIGNMENT = 64
 
 def allocate(num_floats: int) -> Tensor:
     """A float32 tensor of zeros, [num_floats], that begins on a huge page. Pages are taken when touched."""
-    num_bytes = max(4 * num_floats, 4)
-    mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # a system without huge pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    # The tensor keeps the mapping alive.
-    whole = torch.frombuffer(mapped, dtype=torch.float32)
-    offset = -whole.data_ptr() % HUGE_PAGE // 4
-    return whole[offset : offset + num_floats]
+    mapped, offset = _map(4 * num_floats)
+    return torch.frombuffer(mapped, dtype=torch.float32, offset=offset)[:num_floats]
 
 
 class Arena:
-    """Tensors in shared chunks. A full chunk is given back when the last tensor in it is gone."""
+    """Tensors in shared chunks. A chunk is given back when the last tensor in it is gone."""
 
     def __init__(self) -> None:
-        self._free = torch.empty(0)
+        # Only the tensors keep a chunk alive.
+        self._chunk: weakref.ref[mmap.mmap] | None = None
+        self._next = self._end = 0
 
     def take(self, num_floats: int) -> Tensor:
         """A float32 tensor of zeros, [num_floats]."""
-        step = _ALIGNMENT // 4
-        needed = -(-num_floats // step) * step
-        if needed > self._free.numel():
-            if 4 * needed >= CHUNK_BYTES:
-                return allocate(num_floats)
-            self._free = allocate(CHUNK_BYTES // 4)
-        taken, self._free = self._free[:num_floats], self._free[needed:]
-        return taken
+        num_bytes = max(-(-4 * num_floats // _ALIGNMENT), 1) * _ALIGNMENT
+        if num_bytes >= CHUNK_BYTES:
+            return allocate(num_floats)
+        chunk = None if self._chunk is None else self._chunk()
+        if chunk is None or self._next + num_bytes > self._end:
+            chunk, self._next = _map(CHUNK_BYTES)
+            self._chunk, self._end = weakref.ref(chunk), self._next + CHUNK_BYTES
+        taken = torch.frombuffer(chunk, dtype=torch.float32, offset=self._next, count=num_bytes // 4)
+        self._next += num_bytes
+        return taken[:num_floats]
+
+
+def _map(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Fresh memory, and where in it a huge page begins with `num_bytes` after it."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapped = mmap.mmap(-1, max(num_bytes, 4) + HUGE_PAGE, flags=flags)
+    with suppress(AttributeError, OSError):  # a system without huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped, -torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() % HUGE_PAGE

@@ -1,7 +1,7 @@
 """Memory in huge pages: aligned, apart, zero, and given back."""
 
 import gc
-import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,12 +31,30 @@ def test_arena_hands_out_tensors_that_do_not_overlap():
         assert bool((tensor == number).all())
 
 
-def test_a_full_chunk_is_given_back():
+def test_a_chunk_is_given_back_with_its_last_tensor():
     arena = Arena()
-    first = arena.take(CHUNK_BYTES // 8)
-    gone = weakref.ref(first._base if first._base is not None else first)
-    second = arena.take(CHUNK_BYTES // 4 - 100)
-    del first
-    gc.collect()
-    assert gone() is None
-    second.fill_(2.0)
+    for _ in range(2):
+        first, second = arena.take(CHUNK_BYTES // 16), arena.take(CHUNK_BYTES // 16)
+        first.fill_(1.0)
+        second.fill_(2.0)
+        (chunk,) = _mappings(first, second)
+        del first
+        assert _mappings(second) == {chunk}
+        assert bool((second == 2.0).all())
+        address = second.data_ptr()
+        del second
+        gc.collect()
+        assert _mapping_of(address) != chunk
+
+
+def _mappings(*tensors: torch.Tensor) -> set[str | None]:
+    return {_mapping_of(tensor.data_ptr()) for tensor in tensors}
+
+
+def _mapping_of(address: int) -> str | None:
+    """The line of /proc/self/maps that an address lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return line
+    return None
