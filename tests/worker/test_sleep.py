@@ -163,7 +163,7 @@ print(json.dumps(sizes))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "cpu"])
 def test_memory_goes_back_to_the_machine(backend: str, large_folder: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, str(large_folder), backend],
@@ -171,13 +171,11 @@ def test_memory_goes_back_to_the_machine(backend: str, large_folder: Path) -> No
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
     sizes = json.loads(result.stdout)
-    print(sizes)
     kv, weights, awake = sizes["kv"], sizes["weights"], sizes["awake"]
     assert min(kv, weights) > 30_000_000
-    # A chunk of the weights' arena and what threads keep may stay.
     assert awake - sizes["level 1"] > 0.95 * kv
-    assert awake - sizes["level 2"] > 0.95 * kv + 0.8 * weights
-    assert awake - sizes["end"] > 0.95 * kv + 0.8 * weights
+    assert awake - sizes["level 2"] > 0.95 * kv + 0.95 * weights
+    assert awake - sizes["end"] > 0.95 * kv + 0.95 * weights
     for level in (1, 2):
         assert abs(sizes[f"after {level}"] - awake) < 0.2 * (kv + weights), (
             "waking up takes no more than before"
