@@ -4,6 +4,7 @@ A block is outermost and contiguous in `LayerKV.data`, so these serve every back
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -40,11 +41,14 @@ def swap(source: LayerKV, target: LayerKV, pairs: Sequence[tuple[int, int]]) -> 
 def allocate_host(caches: Sequence[LayerKV], num_blocks: int) -> list[LayerKV]:
     """See `Kernels.allocate_host_kv`, for blocks on a GPU: pinned, so that copies need not wait."""
     # One piece for all: the allocator of pinned memory rounds each piece up to a power of two.
-    sizes = [num_blocks * kv.data[0].numel() * kv.data.element_size() for kv in caches]
-    pieces = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True).split(sizes)
+    sizes = [num_blocks * kv.data[0].nbytes for kv in caches]
+    pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    ends = list(accumulate(sizes, initial=0))
     return [
-        LayerKV(kv.spec, piece.view(kv.data.dtype).view(num_blocks, *kv.data.shape[1:]), kv.backend)
-        for kv, piece in zip(caches, pieces, strict=True)
+        LayerKV(
+            kv.spec, pinned[begin:end].view(kv.data.dtype).view(num_blocks, *kv.data.shape[1:]), kv.backend
+        )
+        for kv, (begin, end) in zip(caches, pairwise(ends), strict=True)
     ]
 
 

@@ -104,7 +104,7 @@ class MovedWeights:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         self._moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for storage in storages.values():
-            copy = torch.UntypedStorage(storage.nbytes())
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
             copy.copy_(storage)
             storage.resize_(0)
             self._moved.append((storage, copy))
@@ -120,8 +120,7 @@ class MovedWeights:
 def release_free_memory() -> None:
     """Hand freed memory on to the operating system, where an allocator would keep it for itself."""
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing without a GPU in use
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         if trim is not None:
