@@ -1,6 +1,7 @@
 """JSON schemas before they become grammars: read, closed where asked, and checked for what slips through."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,14 @@ _ONE = (
 )  # fmt: skip
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
+# As JSON writes control characters that have no letter of their own, and DEL.
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")
+# The same in a regular expression: as they are, or escaped; but not as an end of a range.
+_NAMES_CONTROL = re.compile(
+    r"(?<!-)(?:[\x00-\x07\x0b\x0e-\x1f\x7f]|\\[cva0]"
+    r"|\\[xu]\{?0*(?:[0-8bef]|1[0-9a-f]|7f)(?![0-9a-f]))(?!\}?-)",
+    re.IGNORECASE,
+)
 
 
 def read_schema(given: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -63,12 +72,17 @@ def close_objects(schema: Any) -> None:
 def unenforceable(schema: Any) -> str | None:
     """What the library takes but cannot hold to, with the place; None if nothing is.
 
-    An object's unnamed properties may come twice under one name, and then count twice.
+    An object's unnamed properties may come twice under one name, and then count twice. Control characters
+    without a letter of their own are lost from texts that are given letter by letter.
     """
     for path, each in subschemas(schema):
         least = each.get("minProperties", 0)
         if isinstance(least, int | float) and least > max(1, len(each.get("required", ()))):
             return _at(f"minProperties {least} beyond the required properties", path)
+        texts = json.dumps([each.get("const"), each.get("enum")], ensure_ascii=False)
+        patterns = [each.get("pattern"), *each.get("patternProperties", ())]
+        if _ESCAPED.search(texts) or any(_NAMES_CONTROL.search(str(pattern)) for pattern in patterns):
+            return _at("a control character", path)
     return None
 
 
