@@ -9,7 +9,7 @@ import sys
 sys.path.append(sys.argv[1])
 import torch
 from batchgen.kernels.cases import AttentionCase
-from benchmarks.kernels import bench_attention, bench_linear
+from benchmarks.kernels import bench_attention, bench_linear, bench_swap
 torch.set_num_threads(1)
 bench_linear.BEYOND_CACHES_BYTES, bench_attention.LAYERS = 1 << 20, 2
 linear = bench_linear.measure(64, 96, rows=3, repeats=2)
@@ -17,6 +17,9 @@ assert set(linear) == {"batchgen", "F.linear", "oneDNN reordered"}, linear
 case = AttentionCase(name="small", query_lens=[2, 2], seq_lens=[40, 40], head_dim=32)
 attention, num_bytes = bench_attention.measure(case, repeats=2)
 assert num_bytes == 2 * 4 * 2 * 40 * 2 * 32
+bench_swap.POOL_BLOCKS = 4
+swap = bench_swap.measure(2, 2, 64, 3, repeats=1, device="cpu")
+assert len(swap) == 5 and min(swap.values()) > 0, swap
 assert all(len(values) == 2 and min(values) > 0 for values in [*linear.values(), *attention.values()])
 """
 
