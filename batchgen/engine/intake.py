@@ -64,7 +64,7 @@ class Intake:
                 self.beams.advance(group, of_group)
         for sequence in step.pinned:
             if not sequence.is_finished:
-                self._table.finish(sequence, Stop(FinishReason.LENGTH))
+                self._table.finish(sequence, Stop(FinishReason.STOP))
 
     def _take_drafted(self, sequence: Sequence, drafts: Drafts, row: int, result: StepResult) -> None:
         """Accept drawn tokens while they are those that were drafted, and the first that is not."""

@@ -41,7 +41,7 @@ class Scheduler:
     placeholder.
 
     The running groups are kept in the order of the policy, so the victim of a preemption is always the last
-    of them, and it has never been scheduled in the same step: neither tokens nor block copies have to be taken
+    of them, and it has never been scheduled in the same step: neither tokens nor copies have to be taken
     back.
 
     Args:

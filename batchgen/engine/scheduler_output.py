@@ -176,6 +176,7 @@ class StepResult:
         grammar: row -> where its grammar stands after the token.
         prompt_logprobs: seq_id -> one entry for each of its `scores.targets`.
         failures: row -> why it has no token.
+        swap_s: seconds spent in copying swapped blocks; 0 when nobody measured.
     """
 
     step: int
@@ -185,3 +186,4 @@ class StepResult:
     grammar: Mapping[int, GrammarState] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     failures: Mapping[int, str] = field(default_factory=dict)
+    swap_s: float = 0.0
