@@ -141,17 +141,21 @@ def block(logits: Tensor, masks: Sequence[tuple[int, Bits]]) -> None:
 
     Shapes: logits [R, V]; masks: row and [ceil(V / 32)] or more.
     """
-    width = logits.shape[1]
     if not masks:
         return
+    rows, width = [index for index, _ in masks], logits.shape[1]
     blocked = np.invert(np.stack([bits for _, bits in masks]))
     if logits.is_cpu:
-        flags = np.unpackbits(blocked.view(np.uint8), axis=1, bitorder="little")
-        for (index, _), row in zip(masks, flags, strict=True):
-            logits[index, : row.shape[0]].masked_fill_(torch.from_numpy(row[:width].view(bool)), NEVER)
-        return
-    words = torch.from_numpy(blocked).to(logits.device)
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    spread = ((words.unsqueeze(-1) >> shifts) & 1).bool().flatten(1)[:, :width]
-    picked = torch.tensor([index for index, _ in masks], device=logits.device)
-    logits[picked] = logits[picked].masked_fill(spread, NEVER)
+        flags = np.unpackbits(blocked.view(np.uint8), axis=1, bitorder="little")[:, :width].view(bool)
+        for index, row in zip(rows, flags, strict=True):
+            logits[index].masked_fill_(torch.from_numpy(row), NEVER)
+    else:
+        picked = torch.tensor(rows, device=logits.device)
+        words = torch.from_numpy(blocked).to(logits.device)
+        logits[picked] = logits[picked].masked_fill(spread(words)[:, :width], NEVER)
+
+
+def spread(words: Tensor) -> Tensor:
+    """Bits as booleans, the lowest of each word first: [R, W] int32 -> [R, 32 W]."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & 1).bool().flatten(1)

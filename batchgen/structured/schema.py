@@ -19,7 +19,7 @@ _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")
 # The same in a regular expression: as they are, or escaped; but not as an end of a range.
 _NAMES_CONTROL = re.compile(
     r"(?<!-)(?:[\x00-\x07\x0b\x0e-\x1f\x7f]|\\[cva0]"
-    r"|\\[xu]\{?0*(?:[0-8bef]|1[0-9a-f]|7f)(?![0-9a-f]))(?!\}?-)",
+    r"|\\(?:x|u00)(?:0[0-8bef]|1[0-9a-f]|7f)|\\[xu]\{0*(?:[0-8bef]|1[0-9a-f]|7f)\})(?!-)",
     re.IGNORECASE,
 )
 

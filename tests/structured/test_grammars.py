@@ -1,0 +1,119 @@
+"""What cannot be enforced is refused with the key and the reason; tokens are the bytes they decode to."""
+
+import re
+from typing import Any
+
+import pytest
+
+from batchgen.byte_tokenizer import ByteTokenizer
+from batchgen.sampling_parts import StructuredOutputsParams
+from batchgen.structured.grammars import Grammars
+from batchgen.structured.vocabulary import Vocabulary
+from batchgen.tokenizer import Tokenizer
+
+DEEP: Any = {}
+for _ in range(5000):
+    DEEP = {"items": DEEP}
+
+REFUSED = [
+    ({"json": {"properties": {"a": {"uniqueItems": True}}}}, r'json: .*"uniqueItems"\] \(at properties.a\)'),
+    ({"json": {"anyOf": [{"minProperties": 2}]}}, r"json: .*minProperties 2 .*\(at anyOf.0\)"),
+    ({"json": {"const": "a\x01b"}}, "json: .*control character"),
+    ({"json": {"pattern": r"a\x1fb"}}, "json: .*control character"),
+    ({"json": {"patternProperties": {r"^\u0007": {}}}}, "json: .*control character"),
+    ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "json: .*oneOf whose .* overlap"),
+    ({"json": {"not": {}, "x-guidance": {"lenient": True}}}, 'json: .*"not"'),
+    ({"json": {"type": "strin"}}, "json: .*Invalid type: strin"),
+    ({"json": {"$ref": "https://example.com/other"}}, "json: .*not present"),
+    ({"json": "false"}, "json: must be a schema that some text conforms to"),
+    ({"json": {"enum": []}}, "json: .*[Uu]nsatisfiable"),
+    ({"json": {"minimum": float("nan")}}, "json: .*no JSON"),
+    ({"json": DEEP}, "json: .*nested too deeply"),
+    ({"json": {"type": "string", "pattern": "(?=a)b"}}, r"json: .*'\(\?=a\)b': look-around"),
+    ({"regex": "(?<!a)b"}, "regex: .*look-around"),
+    ({"regex": "(a"}, "regex: .*unclosed group"),
+    ({"grammar": "start: foo"}, 'grammar: .*unknown name: "foo"'),
+    ({"json_object": True, "whitespace_pattern": "("}, "whitespace_pattern: .*unclosed group"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_cannot_be_enforced_is_refused_with_key_and_reason(
+    smollm: Tokenizer, given: dict[str, Any], reason: str
+) -> None:
+    params = StructuredOutputsParams(**given)
+    # A job without a model's tokenizer (`echo:`) is told the same.
+    for tokenizer in (smollm, ByteTokenizer()):
+        text = Grammars(Vocabulary(tokenizer, tokenizer.eos_token_ids)).refusal(params)
+        assert text is not None
+        assert text.startswith("structured_outputs.")
+        assert "\n" not in text
+        assert re.search(reason, text), text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json": {"minProperties": 1}},
+        {"json": {"required": ["a", "b"], "minProperties": 2}},
+        {"json": {"pattern": r"^[\x00-\x7f]+\t\x0a$"}},
+        {"json": {"const": "\t\\u0001"}},
+        {"json": "true"},
+        {"regex": r"^\d+$"},
+        {"grammar": 'root ::= "a" [0-9]+'},
+        {"choice": ["", "a"]},
+    ],
+    ids=str,
+)
+def test_what_can_be_enforced_is_taken(smollm: Tokenizer, given: dict[str, Any]) -> None:
+    assert Grammars(Vocabulary(smollm, [2])).refusal(StructuredOutputsParams(**given)) is None
+
+
+def test_a_grammar_without_any_text_is_refused_where_the_tokens_are_known(smollm: Tokenizer) -> None:
+    impossible = StructuredOutputsParams(regex=r"a[^\s\S]")
+    assert "no token may stand" in str(Grammars(Vocabulary(smollm, [2])).refusal(impossible))
+
+
+def test_control_tokens_in_a_grammar_are_those_of_the_model(smollm: Tokenizer) -> None:
+    grammars = Grammars(Vocabulary(smollm, [2]))
+    assert grammars.refusal(StructuredOutputsParams(grammar='start: <file_sep> "a"')) is None
+    assert "<nothing>" in str(grammars.refusal(StructuredOutputsParams(grammar='start: <nothing> "a"')))
+
+
+def test_each_grammar_is_compiled_once_and_the_oldest_give_way(smollm: Tokenizer) -> None:
+    grammars = Grammars(Vocabulary(smollm, [2]))
+    for number in range(300):
+        assert grammars.refusal(StructuredOutputsParams(regex=f"a{number}")) is None
+        assert grammars.refusal(StructuredOutputsParams(regex="kept")) is None
+    assert len(grammars._compiled) <= 256
+    assert any("kept" in text for text in grammars._compiled)
+
+
+def test_tokens_are_the_bytes_that_they_decode_to(smollm: Tokenizer) -> None:
+    table = Vocabulary(smollm, [2]).table
+    assert table is not None
+    wrong = [
+        index
+        for index in range(smollm.vocab_size)
+        if index not in smollm.special_tokens.values()
+        and table.decode_bytes([index]).decode("utf-8", "replace") != smollm.decode([index])
+    ]
+    assert wrong == []
+
+
+def test_a_tokenizer_whose_tokens_have_no_bytes_cannot_serve() -> None:
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words = Tokenizer(
+        backend,
+        vocab_size=2,
+        bos_token_id=None,
+        eos_token_ids=(1,),
+        special_names={},
+        chat_template=None,
+        identity={},
+    )
+    text = Grammars(Vocabulary(words, [1])).refusal(StructuredOutputsParams(regex="a"))
+    assert text is not None
+    assert "the model's tokenizer cannot serve" in text
