@@ -1,8 +1,11 @@
 """What this machine has: device, threads, memory. Asked once, at start."""
 
+import ctypes
+import gc
 import math
 import os
 import platform
+import sys
 from pathlib import Path
 
 import torch
@@ -53,6 +56,36 @@ def available_memory() -> int:
         # Page cache counts as used but is given back under pressure.
         available = min(available, limit - used + _inactive_file())
     return max(0, available)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on a device."""
+    if device.type == "cpu":
+        return available_memory()
+    free, _ = torch.cuda.mem_get_info(device)
+    # What torch holds without using it is free as well.
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether the device's memory is that of the host."""
+    return device.type == "cpu"
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def hand_back_memory() -> None:
+    """Hand freed memory on to the operating system, where an allocator would keep it for itself."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without a GPU in use
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+        if trim is not None:
+            trim(0)
 
 
 def environment(device: torch.device, dtype: str, backends: str) -> dict[str, str]:

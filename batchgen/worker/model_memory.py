@@ -1,8 +1,5 @@
 """ModelMemory: what of a model is in memory, its weights and its KV blocks; given back and taken again."""
 
-import ctypes
-import gc
-import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,6 +7,7 @@ from torch import Tensor
 
 from batchgen.errors import EngineError
 from batchgen.models.decoder import Decoder
+from batchgen.worker.device import hand_back_memory, is_host
 from batchgen.worker.kv_blocks import KVBlocks
 
 LEVELS = (1, 2)
@@ -62,10 +60,10 @@ class ModelMemory:
             self.blocks.drop()
         if level == 2:
             self._model = self._moved = None
-        elif self._model is not None and self._model.device.type != "cpu":
+        elif self._model is not None and not is_host(self._model.device):
             self._moved = MovedWeights(self._model.tensors())
         self._level = level
-        release_free_memory()
+        hand_back_memory()
 
     def wake_up(self) -> None:
         """Be ready again: see `Executor.wake_up`. Awake already, nothing happens.
@@ -91,7 +89,7 @@ class ModelMemory:
         """Give everything back for good. May be called twice."""
         self._model = self._moved = self._reload = None
         self.blocks.drop()
-        release_free_memory()
+        hand_back_memory()
 
 
 class MovedWeights:
@@ -115,13 +113,3 @@ class MovedWeights:
             storage, copy = self._moved.pop()
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
-
-
-def release_free_memory() -> None:
-    """Hand freed memory on to the operating system, where an allocator would keep it for itself."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing without a GPU in use
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
-        if trim is not None:
-            trim(0)

@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.bench_swap [--device cuda]
 
 On a CPU both pools are host memory, so this is the rate of copying memory block by block; on a GPU it is that
-of the bus. Rates count each byte once. The engine's choice between swap and recompute begins with such a rate.
+of the bus. Rates count each byte once. The choice between swap and recompute begins with such a rate.
 """
 
 import argparse

@@ -93,7 +93,7 @@ HARDWARE = {
     # what nobody else may touch -> where it may be
     r"^\s*(import triton|from triton)": r"kernels/gpu/.*",
     r"torch\.cuda\.|\.is_cuda\b|device\.type\b": (
-        r"kernels/(gpu/.*|backend\.py|ops\.py|checks\.py)|batchgen/worker/(device|load|memory|graph_runner)\.py"
+        r"kernels/(gpu/.*|backend\.py|ops\.py|checks\.py)|batchgen/worker/(device|decisions|load|graph_runner)\.py"
     ),
     r"torch\.compile\(": r"batchgen/worker/model_runner\.py",
 }

@@ -60,7 +60,9 @@ def test_a_sequence_goes_on_in_other_blocks(runner: ModelRunner) -> None:
 def test_a_step_may_only_move_blocks(runner: ModelRunner) -> None:
     first, second = continuation(runner)
     runner.execute(step(2, sequence(1, PROMPT, 0, [3, 4, 5])))
-    assert runner.execute(step(3, swap_out=((3, 0), (4, 1), (5, 2)))).token_ids == []
+    result = runner.execute(step(3, swap_out=((3, 0), (4, 1), (5, 2))))
+    assert result.token_ids == []
+    assert 0 < result.swap_s < 5
     runner.execute(step(4, sequence(2, OTHER, 0, [3, 4, 5])))
     # Out goes first: what it writes to host memory may come in again in the same step.
     runner.execute(step(5, swap_out=((4, 4),), swap_in=((0, 1), (1, 2), (2, 3), (4, 6))))
