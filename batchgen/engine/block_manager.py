@@ -54,14 +54,15 @@ class BlockManager:
             return blocks * self.num_groups
         return sum(min(blocks, self._most_in_window(window)) for window in self.group_windows)
 
-    def blocks_for_group(self, group: Group, num_shared_tokens: int, width: int) -> int:
+    def blocks_for_group(self, group: Group, width: int) -> int:
         """Blocks that the first `width` samples of a group need together, those to be forked included.
 
         Full blocks of what they share are counted once, the partly filled one for each of them.
         """
         lengths = [sequence.num_tokens for sequence in group.sequences[:width]]
         lengths += [lengths[0]] * (width - len(lengths))
-        shared = num_shared_tokens // self.block_size if len(lengths) > 1 else 0
+        num_shared = group.num_shared_tokens() if len(group.sequences) > 1 else lengths[0]
+        shared = num_shared // self.block_size if len(lengths) > 1 else 0
         apart = sum(map(self.blocks_for, lengths))
         blocks = shared + sum(-(-length // self.block_size) - shared for length in lengths)
         return min(apart, blocks * self.num_groups)
@@ -147,6 +148,28 @@ class BlockManager:
                 table += self.pool.allocate(max(-(-num_tokens // size) - len(table), 0))
         return copies
 
+    def grow_for_drafts(self, sequence: Sequence, count: int) -> int:
+        """Make room for `count` tokens more than a sequence computes in this step, out of free blocks alone.
+
+        Returns: for how many there is room.
+        """
+        size = self.block_size
+        tables = sequence.block_tables
+        end = sequence.num_computed_tokens + count
+        while self._num_missing(tables, end) > self.pool.num_free:
+            end = (end - 1) // size * size
+        for table in tables:
+            table += self.pool.allocate(max(-(-end // size) - len(table), 0))
+        return end - sequence.num_computed_tokens
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks that no accepted token needs: drafts had needed them."""
+        needed = -(-len(sequence.token_ids) // self.block_size)
+        for table in sequence.block_tables:
+            if len(table) > needed:
+                self.pool.release(table[: needed - 1 : -1] if needed else reversed(table))
+                del table[needed:]
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` hold all blocks of `parent`; the first to write into a partly filled one copies it."""
         child.block_tables = tuple(list(table) for table in parent.block_tables)
@@ -172,9 +195,16 @@ class BlockManager:
         for table, released in zip(sequence.block_tables, sequence.num_released, strict=True):
             self.pool.release(table[: released - 1 : -1] if released else reversed(table))
             table.clear()
+        self.forget_host(sequence)
         sequence.num_released = [0] * self.num_groups
         sequence.num_computed_tokens = 0
         sequence.num_cached_blocks = 0
+
+    def forget_host(self, sequence: Sequence) -> None:
+        """Give up what a sequence has in host memory."""
+        for table in sequence.host_tables:
+            self.host_pool.release([block for block in table if block >= 0])
+        sequence.host_tables = ()
 
     def num_releasable(self, groups: Iterable[Group]) -> int:
         """Blocks that become free when these groups lose theirs."""

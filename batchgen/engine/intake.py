@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from batchgen.engine.beam import Candidates
 from batchgen.engine.group import Group
 from batchgen.engine.metrics import Counters
 from batchgen.engine.refusals import overflowed, undrawable
@@ -11,10 +12,7 @@ from batchgen.engine.sequence import Sequence
 from batchgen.engine.step import Drafts, StepInFlight
 from batchgen.engine.stop import Stop
 from batchgen.errors import EngineError
-from batchgen.outputs import FinishReason
-
-# A beam's candidates, best first: token ids and log probabilities.
-Candidates = tuple[list[int], list[float]]
+from batchgen.outputs import FinishReason, RowFailure
 
 
 class BeamStepper(Protocol):
@@ -24,13 +22,27 @@ class BeamStepper(Protocol):
         """Take in the candidates of all beams of a group that is not finished."""
 
 
+class DraftJudge(Protocol):
+    """Wants to know what became of drafts."""
+
+    def judged(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Of so many drafted tokens of a sequence the first so many were drawn."""
+
+
 class Intake:
     """Adds what steps drew to the sequences of a table."""
 
-    def __init__(self, table: RequestTable, counters: Counters, beams: BeamStepper | None = None):
+    def __init__(
+        self,
+        table: RequestTable,
+        counters: Counters,
+        beams: BeamStepper,
+        draft_judge: DraftJudge | None = None,
+    ):
         self._table = table
         self._counters = counters
-        self.beams = beams
+        self._beams = beams
+        self._draft_judge = draft_judge
 
     def take(self, step: StepInFlight, result: StepResult) -> None:
         """Take in one step's result.
@@ -54,28 +66,34 @@ class Intake:
             elif not sequence.is_finished:
                 if row in result.candidates:
                     beams.setdefault(id(sequence.group), []).append((sequence, result.candidates[row]))
+                elif sequence.group.beam is not None:
+                    self._table.fail_group(sequence.group, _no_token(sequence, row, result))
                 else:
                     self._take_row(sequence, row, result)
             row += 1 + len(drafts)
         for of_group in beams.values():
             group = of_group[0][0].group
             if len(of_group) == len(group.sequences):
-                assert self.beams is not None
-                self.beams.advance(group, of_group)
+                self._beams.advance(group, of_group)
         for sequence in step.pinned:
             if not sequence.is_finished:
                 self._table.finish(sequence, Stop(FinishReason.STOP))
 
     def _take_drafted(self, sequence: Sequence, drafts: Drafts, row: int, result: StepResult) -> None:
         """Accept drawn tokens while they are those that were drafted, and the first that is not."""
+        num_accepted = 0
         for ahead, draft in enumerate((*drafts, None)):
             if sequence.is_finished:
                 break
             self._take_row(sequence, row + ahead, result)
-            self._counters.num_accepted_tokens += result.token_ids[row + ahead] == draft
-            if result.token_ids[row + ahead] != draft:
+            token = result.token_ids[row + ahead]
+            if token is None or token != draft:
                 break
+            num_accepted += 1
         self._counters.num_draft_tokens += len(drafts)
+        self._counters.num_accepted_tokens += num_accepted
+        if self._draft_judge is not None:
+            self._draft_judge.judged(sequence, len(drafts), num_accepted)
         if not sequence.is_finished:
             # What was written after the last accepted token is written again.
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)
@@ -83,9 +101,7 @@ class Intake:
     def _take_row(self, sequence: Sequence, row: int, result: StepResult) -> None:
         token = result.token_ids[row]
         if token is None:
-            why = result.failures.get(row)
-            failure = overflowed(sequence) if why is None else undrawable(sequence, why)
-            self._table.finish(sequence, ERROR, failure)
+            self._table.finish(sequence, ERROR, _no_token(sequence, row, result))
             return
         if row in result.logprobs:
             sequence.logprobs.append(result.logprobs[row])
@@ -94,3 +110,9 @@ class Intake:
             state = result.grammar[row]
             sequence.is_valid, is_complete = state.is_accepting, state.is_complete
         self._table.accept(sequence, token, is_complete=is_complete)
+
+
+def _no_token(sequence: Sequence, row: int, result: StepResult) -> RowFailure:
+    """Why a row has no token."""
+    why = result.failures.get(row)
+    return overflowed(sequence) if why is None else undrawable(sequence, why)

@@ -20,11 +20,9 @@ class Outbox:
         request = sequence.request
         start = len(request.prompt) + sequence.num_sent_tokens
         sequence.num_sent_tokens = len(sequence.token_ids) - len(request.prompt)
-        logprobs = prompt_logprobs = None
+        logprobs = None
         if request.wants_logprobs:
             logprobs, sequence.logprobs = tuple(sequence.logprobs), []
-        if request.prompt_logprobs and request.has_all_scores:
-            prompt_logprobs, request.prompt_logprobs = tuple(request.prompt_logprobs), []
         self._outputs.append(
             SampleOutput(
                 request_id=request.request_id,
@@ -36,7 +34,7 @@ class Outbox:
                 error=error,
                 serial=request.source.serial,
                 logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs=request.take_prompt_logprobs(),
                 valid=sequence.is_valid,
             )
         )

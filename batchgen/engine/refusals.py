@@ -34,6 +34,29 @@ def refusal(request: Request, *, max_model_len: int, vocab_size: int) -> RowFail
     return None
 
 
+def too_wide(request: Request, *, max_num_seqs: int, max_num_batched_tokens: int) -> RowFailure | None:
+    """Why a beam search can never run under these limits: its beams compute their tokens together."""
+    width = request.params.num_samples
+    if not request.params.use_beam_search:
+        return None
+    for name, limit in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+        if width > limit:
+            return RowFailure(
+                FailureCode.INVALID_PARAMETER,
+                f"a beam search of width {width} needs {name} of {width} or more; it is {limit}",
+            )
+    return None
+
+
+def nothing_conforms(request: Request) -> RowFailure:
+    """The failure of a beam search all of whose beams came to where no token is allowed."""
+    return RowFailure(
+        FailureCode.ENGINE_ERROR,
+        f"no beam of {request.params.num_samples} can go on: allowed_token_ids, bad_words, logit_bias or the "
+        f"grammar leave no token",
+    )
+
+
 def too_big(sequence: Sequence, blocks: BlockManager, needed: int | None = None) -> RowFailure:
     """The failure of a waiting sequence that needs more blocks than there are; `needed` by its group."""
     need = f"needs {needed or blocks.blocks_for(sequence.num_tokens)} blocks, pool has {blocks.num_blocks}"
@@ -47,7 +70,7 @@ def outgrown(group: Group, blocks: BlockManager) -> RowFailure:
     """The failure of a running group that fills the whole pool alone and needs one more block."""
     leader = group.sequences[0]
     if len(group.sequences) > 1:
-        needed = blocks.blocks_for_group(group, group.num_shared_tokens(), group.width)
+        needed = blocks.blocks_for_group(group, group.width)
         what = f"{group.width} beams of {leader.num_tokens} tokens"
     else:
         needed = blocks.blocks_for(leader.num_computed_tokens + 1)

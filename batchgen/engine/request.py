@@ -89,6 +89,13 @@ class Request:
         self.next_scored = self.first_scored
         self.prompt_logprobs: list[TokenLogprobs] = []
 
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """The scores of the prompt, once all are there, and only once."""
+        if not self.prompt_logprobs or not self.has_all_scores:
+            return None
+        scores, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return scores
+
     @property
     def has_all_scores(self) -> bool:
         """Whether all prompt tokens have the scores that are wanted."""

@@ -47,13 +47,20 @@ class RequestTable:
 
     def preempt(self, group: Group) -> None:
         """Take the blocks of a running group; it waits again, with the tokens drawn so far."""
-        for sequence in group.sequences:
-            self._blocks.free(sequence)
         self.running.take(group)
         group.num_preemptions += 1
-        group.shared_until = 0
-        group.lacking = 0
-        self._enter(group, GroupState.WAITING)
+        self._wait_again(group)
+
+    def swap_out(self, group: Group) -> None:
+        """Let a running group wait whose blocks are in host memory now."""
+        self.running.take(group)
+        group.num_preemptions += 1
+        self._enter(group, GroupState.SWAPPED)
+
+    def forget_swapped(self, group: Group) -> None:
+        """Give up what a swapped group has in host memory; it will be recomputed."""
+        self.swapped.take(group)
+        self._wait_again(group)
 
     def fork(self, group: Group) -> list[Sequence]:
         """Make the pending samples of a group out of its leader, whose blocks they share."""
@@ -65,6 +72,25 @@ class RequestTable:
         group.sequences += forked
         group.pending = []
         return forked
+
+    def fork_beam(self, beam: Sequence, index: int) -> Sequence:
+        """A further sequence with the tokens and blocks of a beam, in its group."""
+        forked = self._new_sequence(beam.request, index)
+        forked.token_ids = beam.token_ids[:]
+        forked.logprobs = beam.logprobs.copy()
+        self._blocks.fork(beam, forked)
+        forked.group = beam.group
+        forked.group.sequences.append(forked)
+        return forked
+
+    def drop_beam(self, beam: Sequence) -> None:
+        """Take a beam that does not go on out of its group, which has others."""
+        self._leave(beam)
+
+    def end(self, request: Request) -> None:
+        """Forget a request of whose samples all was told."""
+        self._forget(request)
+        self._counters.num_requests_finished += 1
 
     def split(self, group: Group, keep: int) -> Group:
         """Let all samples of a group but the first `keep` wait as a further group; they lose their blocks."""
@@ -112,12 +138,9 @@ class RequestTable:
 
     def drop(self, request_id: str) -> None:
         """Forget a request without another word; an unknown one is ignored."""
-        request = self.requests.pop(request_id, None)
+        request = self.requests.get(request_id)
         if request is not None:
-            for group in request.groups.copy():
-                group.pending = []
-                for sequence in group.sequences.copy():
-                    self._leave(sequence)
+            self._forget(request)
         self.outbox.drop(request_id)
 
     def drop_sample(self, request_id: str, index: int) -> None:
@@ -133,6 +156,13 @@ class RequestTable:
         """Sequences that have left since the last call."""
         finished, self._finished_seq_ids = tuple(self._finished_seq_ids), []
         return finished
+
+    def _forget(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        for group in request.groups.copy():
+            group.pending = []
+            for sequence in group.sequences.copy():
+                self._leave(sequence)
 
     def _wait_as_group(self, request: Request, indices: list[int]) -> Group:
         leader = self._new_sequence(request, indices[0])
@@ -157,6 +187,13 @@ class RequestTable:
         if group.state is GroupState.RUNNING:
             return self.running
         return self.waiting if group.state is GroupState.WAITING else self.swapped
+
+    def _wait_again(self, group: Group) -> None:
+        for sequence in group.sequences:
+            self._blocks.free(sequence)
+        group.shared_until = 0
+        group.lacking = 0
+        self._enter(group, GroupState.WAITING)
 
     def _enter(self, group: Group, state: GroupState) -> None:
         group.state = state

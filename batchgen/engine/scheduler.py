@@ -2,34 +2,27 @@
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from batchgen.engine.admission import Admission, Rules
+from batchgen.engine.beam_group import BeamGroups, Beams
 from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.detokenizer import Decoder
+from batchgen.engine.drafting import Drafting
 from batchgen.engine.group import Group
 from batchgen.engine.intake import Intake
 from batchgen.engine.messages import EngineRequest, Limits, SampleOutput
 from batchgen.engine.metrics import Counters
 from batchgen.engine.policy import Rank, fcfs
 from batchgen.engine.preemption import Preemption
-from batchgen.engine.refusals import outgrown, refusal, too_big
+from batchgen.engine.refusals import outgrown, refusal, too_big, too_wide
 from batchgen.engine.request import Request
 from batchgen.engine.request_table import RequestTable
 from batchgen.engine.scheduler_output import SchedulerOutput, StepResult
-from batchgen.engine.sequence import Sequence
-from batchgen.engine.step import Drafts, StepBuilder, StepInFlight, Work
+from batchgen.engine.speculation import Speculation
+from batchgen.engine.step import StepBuilder, StepInFlight, Work
 from batchgen.errors import EngineError
 from batchgen.outputs import RowFailure
-
-
-class Drafter(Protocol):
-    """Proposes tokens that may come next, to be verified by the step."""
-
-    def begin_step(self, num_sequences: int) -> bool:
-        """Whether drafting pays in a step with so many running sequences."""
-
-    def propose(self, sequence: Sequence, most: int) -> Drafts:
-        """At most `most` tokens that may follow; `sequence` has computed all but its last token."""
 
 
 class Scheduler:
@@ -50,7 +43,8 @@ class Scheduler:
         vocab_size: number of token ids.
         eos_token_ids: ids that end a sample unless its request says `ignore_eos`.
         rank: order of the queues, of `POLICIES`.
-        drafter: proposes tokens, if speculation is on.
+        speculation: drafts tokens ahead, if that is on.
+        decoder: gives the tokenizer, which stop strings of a beam search need.
         clock: seconds; for tests.
         rules: see `Rules`.
     """
@@ -63,7 +57,8 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         rank: Rank = fcfs,
-        drafter: Drafter | None = None,
+        speculation: Speculation | None = None,
+        decoder: Callable[[], Decoder] | None = None,
         clock: Callable[[], float] = time.monotonic,
         **rules: Any,
     ):
@@ -72,12 +67,14 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.decoder = decoder
         self.counters = Counters()
         self.table = RequestTable(blocks, self.counters, rank)
-        self.drafter = drafter
+        self.drafting = None if speculation is None else Drafting(speculation, blocks)
         self._admission = Admission(self.rules, blocks, self.table, self.counters, clock)
         self._preemption = Preemption(blocks, self.table, self.counters)
-        self._intake = Intake(self.table, self.counters)
+        beams = BeamGroups(self.table, self.counters)
+        self._intake = Intake(self.table, self.counters, beams, self.drafting)
         self._clock = clock
         self._in_flight: dict[int, StepInFlight] = {}
         self._num_arrivals = 0
@@ -114,11 +111,18 @@ class Scheduler:
         self._num_arrivals += 1
         group = self.table.add(request)
         failure = failure or refusal(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        failure = failure or too_wide(
+            request,
+            max_num_seqs=self.rules.max_num_seqs,
+            max_num_batched_tokens=self.rules.max_num_batched_tokens,
+        )
         leader = group.sequences[0]
         if failure is None and self.blocks.blocks_for(leader.num_tokens) > self.blocks.num_blocks:
             failure = too_big(leader, self.blocks)
         if failure is not None:
             self.table.fail(request, failure)
+        elif request.params.use_beam_search:
+            group.beam = Beams(request, self.decoder)
 
     def set_limits(self, limits: Limits) -> None:
         """Change limits from the next step on. Nobody who runs is stopped."""
@@ -129,10 +133,17 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Put together the next step; it is empty when nothing can be computed now."""
         self._admission.begin_step()
-        step = StepBuilder(self.rules.max_num_batched_tokens, self.blocks, self.table)
+        step = StepBuilder(
+            self.rules.max_num_batched_tokens,
+            self.blocks,
+            self.table,
+            can_draft=self.drafting is not None,
+        )
         self._schedule_running(step)
         if not step.has_preempted:
             self._admission.admit(step)
+            if self.drafting is not None:
+                self.drafting.extend(step)
         number = self.counters.num_steps
         if not step.is_empty:
             self.counters.num_steps += 1
@@ -167,13 +178,10 @@ class Scheduler:
 
     def _schedule_running(self, step: StepBuilder) -> None:
         running = self.table.running
-        can_draft = self.drafter is not None and self.drafter.begin_step(
-            sum(len(group.sequences) for group in running)
-        )
         position = 0
         while position < len(running) and step.budget > 0:
             group = running[position]
-            work = self._work(group, step.budget, can_draft)
+            work = self._work(group, step.budget)
             while work:
                 copies = self.blocks.grow(
                     [(each.sequence, each.sequence.num_computed_tokens + each.num_tokens) for each in work]
@@ -181,21 +189,20 @@ class Scheduler:
                 if copies is not None:
                     step.copies += copies
                     for each in work:
-                        step.schedule(each.sequence, each.num_known, each.drafts)
+                        step.schedule(each.sequence, each.num_tokens)
                     break
-                if any(each.drafts for each in work):
-                    work = [Work(each.sequence, each.num_known) for each in work]
-                else:
-                    work = self._make_room(group, work, step)
+                work = self._make_room(group, work, step)
             position += 1
 
-    def _work(self, group: Group, budget: int, can_draft: bool) -> list[Work]:
+    def _work(self, group: Group, budget: int) -> list[Work]:
         """What the sequences of a running group compute in this step, as far as the budget goes."""
         if group.shared_until and group.sequences[0].num_computed_tokens >= group.shared_until:
             for sequence in group.sequences[1:]:
                 self.blocks.fork(group.sequences[0], sequence)
             group.shared_until = 0
         most = self._admission.most_at_once
+        if group.beam is not None and not group.shared_until:
+            return _beam_work(group, min(budget, most))
         if group.shared_until:
             leader = group.sequences[0]
             return [Work(leader, min(group.shared_until - leader.num_computed_tokens, budget, most))]
@@ -208,23 +215,9 @@ class Scheduler:
             if budget == 0:
                 break
             count = min(count, budget, most)
-            drafts: Drafts = ()
-            if can_draft and count == 1 and not sequence.num_placeholders and group.beam is None:
-                drafts = self._drafts(sequence, budget - 1)
-            work.append(Work(sequence, count, drafts))
-            budget -= count + len(drafts)
-        if group.beam is not None and len(work) < len(group.sequences):
-            return []  # all beams go on together
+            work.append(Work(sequence, count))
+            budget -= count
         return work
-
-    def _drafts(self, sequence: Sequence, budget: int) -> Drafts:
-        """Drafted tokens after the last token that is known; never one that would be the last of all."""
-        request = sequence.request
-        most = min(budget, request.max_total_tokens - len(sequence.token_ids) - 1)
-        if most <= 0 or sequence.group.pending or sequence.num_generated == 0:
-            return ()
-        assert self.drafter is not None
-        return self.drafter.propose(sequence, most)
 
     def _make_room(self, group: Group, work: list[Work], step: StepBuilder) -> list[Work]:
         """Take blocks from the last; gives what the group can compute then, or nothing."""
@@ -241,3 +234,19 @@ class Scheduler:
         failure = outgrown(group, self.blocks)
         self.table.fail_group(group, failure)
         return []
+
+
+def _beam_work(group: Group, budget: int) -> list[Work]:
+    """What the beams of a group compute: all draw in the same step, or none does."""
+    if group.has_placeholders:
+        return []
+    lacking = [each.num_tokens - each.num_computed_tokens for each in group.sequences]
+    if sum(lacking) <= budget:
+        return [Work(*each) for each in zip(group.sequences, lacking, strict=True)]
+    work: list[Work] = []
+    for sequence, count in zip(group.sequences, lacking, strict=True):
+        count = min(count - 1, budget)
+        if count:
+            work.append(Work(sequence, count))
+            budget -= count
+    return work

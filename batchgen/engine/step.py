@@ -1,6 +1,6 @@
 """StepBuilder: a step while it is put together, and what must be remembered of it until its result comes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from batchgen.engine.block_manager import BlockCopy, BlockManager
@@ -13,16 +13,21 @@ Drafts = tuple[int, ...]
 
 
 class Work(NamedTuple):
-    """What a sequence computes in a step: `num_known` tokens that exist, then drafted ones."""
+    """What a sequence computes in a step."""
 
     sequence: Sequence
-    num_known: int
-    drafts: Drafts = ()
+    num_tokens: int
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the step's budget."""
-        return self.num_known + len(self.drafts)
+
+class Draftable(NamedTuple):
+    """A sequence that computes one token and draws the next, so drafted tokens may follow.
+
+    `place` is that of its part in the step, `draw` that of its draw among all.
+    """
+
+    sequence: Sequence
+    place: int
+    draw: int
 
 
 @dataclass(slots=True)
@@ -47,9 +52,10 @@ class StepBuilder:
     Attributes:
         budget: tokens that may still be scheduled.
         has_preempted: whether somebody lost his blocks; then nobody is admitted.
+        draftable: who may draft, if anybody asks.
     """
 
-    def __init__(self, budget: int, blocks: BlockManager, table: RequestTable):
+    def __init__(self, budget: int, blocks: BlockManager, table: RequestTable, *, can_draft: bool = False):
         self.budget = budget
         self.has_preempted = False
         self.sequences: list[ScheduledSequence] = []
@@ -57,6 +63,8 @@ class StepBuilder:
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.in_flight = StepInFlight()
+        self.draftable: list[Draftable] = []
+        self._can_draft = can_draft
         self._blocks = blocks
         self._table = table
 
@@ -65,20 +73,20 @@ class StepBuilder:
         """Whether the executor has nothing to do."""
         return not (self.sequences or self.swap_out or self.swap_in)
 
-    def schedule(self, sequence: Sequence, count: int, drafts: Drafts = ()) -> None:
-        """Let a sequence, which has its blocks, compute `count` tokens and its drafts, and draw if it can."""
+    def schedule(self, sequence: Sequence, count: int) -> None:
+        """Let a sequence, which has its blocks, compute `count` tokens, and draw if it can."""
         start = sequence.num_computed_tokens
         end = start + count
         tokens = sequence.tokens_to_compute(count)
         request = sequence.request
         scores = None if request.next_scored > end else self._scores(sequence, end)
-        sequence.num_computed_tokens = end + len(drafts)
+        sequence.num_computed_tokens = end
         self._blocks.cache_computed(sequence)
         samples: tuple[SamplingRow, ...] = ()
         if end == sequence.num_tokens and not sequence.group.shared_until:
-            samples = self._rows(sequence, drafts)
-        if drafts:
-            tokens += drafts
+            samples = self._rows(sequence)
+            if self._can_draft and count == len(samples) == sequence.num_placeholders == 1:
+                self._may_draft(sequence)
         self.budget -= len(tokens)
         self.sequences.append(
             ScheduledSequence(
@@ -92,6 +100,27 @@ class StepBuilder:
             )
         )
 
+    def add_drafts(self, draftable: Draftable, drafts: Drafts) -> None:
+        """Let a scheduled sequence, which has blocks for them, compute drafted tokens too."""
+        sequence, place, draw = draftable
+        part = self.sequences[place]
+        self.sequences[place] = replace(
+            part,
+            token_ids=[*part.token_ids, *drafts],
+            block_ids=tuple([table.copy() for table in sequence.block_tables]),
+            samples=_drafted_rows(part.samples[0], drafts),
+        )
+        self.in_flight.draws[draw] = (sequence, drafts)
+        self.in_flight.num_rows += len(drafts)
+        sequence.num_computed_tokens += len(drafts)
+        self.budget -= len(drafts)
+
+    def _may_draft(self, sequence: Sequence) -> None:
+        """Note a sequence that is about to be scheduled, and whose draw is the last so far."""
+        if sequence.group.beam is None:
+            draw = len(self.in_flight.draws) - 1
+            self.draftable.append(Draftable(sequence, len(self.sequences), draw))
+
     def output(self, number: int) -> SchedulerOutput:
         """The step as the executor gets it."""
         return SchedulerOutput(
@@ -103,7 +132,7 @@ class StepBuilder:
             finished_seq_ids=self._table.take_finished_seq_ids(),
         )
 
-    def _rows(self, sequence: Sequence, drafts: Drafts) -> tuple[SamplingRow, ...]:
+    def _rows(self, sequence: Sequence) -> tuple[SamplingRow, ...]:
         """The draws of a sequence that computes its last token."""
         group, flight = sequence.group, self.in_flight
         if sequence.request.source.is_pinned:
@@ -114,9 +143,7 @@ class StepBuilder:
         if group.pending and not num_candidates:
             drawing += self._table.fork(group)
         rows = [_row(each, num_candidates) for each in drawing]
-        flight.draws += [(each, drafts) for each in drawing]
-        if drafts:
-            rows = _drafted_rows(rows[0], drafts)
+        flight.draws += [(each, ()) for each in drawing]
         flight.num_rows += len(rows)
         return tuple(rows)
 
@@ -150,18 +177,18 @@ def _row(sequence: Sequence, num_candidates: int) -> SamplingRow:
     )
 
 
-def _drafted_rows(first: SamplingRow, drafts: Drafts) -> list[SamplingRow]:
+def _drafted_rows(first: SamplingRow, drafts: Drafts) -> tuple[SamplingRow, ...]:
     """A draw after the last token, and one after each draft, as if those before it had been drawn."""
     seed, index, position = first.key
-    return [
-        SamplingRow(
-            first.slot,
-            first.rules,
-            (seed, index, position + ahead),
-            first.num_generated + ahead,
-            ahead,
-            first.history,
-            drafts[:ahead],
-        )
-        for ahead in range(len(drafts) + 1)
-    ]
+    return tuple(
+        [
+            replace(
+                first,
+                key=(seed, index, position + ahead),
+                num_generated=first.num_generated + ahead,
+                token_index=ahead,
+                drafts=drafts[:ahead],
+            )
+            for ahead in range(len(drafts) + 1)
+        ]
+    )

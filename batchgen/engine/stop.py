@@ -14,10 +14,10 @@ from batchgen.sampling_parts import RepetitionDetection
 
 
 class Stop(NamedTuple):
-    """Why a sample ended; `stop_reason` is the stop token id, None for end-of-sequence and length."""
+    """Why a sample ended; `stop_reason` is the stop token id, or a beam's stop string, or None."""
 
     finish_reason: FinishReason
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
 
 _EOS = Stop(FinishReason.STOP)
