@@ -40,6 +40,23 @@ def counting_token(history: Sequence[int], row: SamplingRow, vocab_size: int) ->
     raise AssertionError("every token id is held back")
 
 
+def counting_candidates(
+    history: Sequence[int], row: SamplingRow, vocab_size: int
+) -> tuple[list[int], list[float]]:
+    """The likeliest tokens after `history` for a beam, and their log probabilities: hashes of it."""
+    state = 0
+    for token in history:
+        state = mix64(state ^ (token + 1))
+    held_back = row.stop_ids if row.num_generated < row.params.min_tokens else frozenset()
+    logprobs = {
+        token: -0.01 - mix64(state ^ (token + 1)) / 2**62
+        for token in range(vocab_size)
+        if token not in held_back
+    }
+    ids = sorted(logprobs, key=lambda token: -logprobs[token])[: row.num_candidates]
+    return ids, [logprobs[token] for token in ids]
+
+
 class CountingExecutor:
     """Keeps (position, token) pairs in its KV blocks and draws from what it reads there.
 
@@ -97,13 +114,20 @@ class CountingExecutor:
         for sequence in step.sequences:
             self._store(sequence)
         drawn: list[tuple[int, int]] = []
+        candidates: dict[int, tuple[list[int], list[float]]] = {}
         for sequence in step.sequences:
             if sequence.samples:
-                history = self._read(sequence)
+                known = self._read(sequence)
                 for row in sequence.samples:
-                    drawn.append((row.slot, counting_token(history, row, self.info.vocab_size)))
+                    history = known[: row.key[2]]
+                    _check_history(history, row)
+                    if row.num_candidates:
+                        candidates[len(drawn)] = counting_candidates(history, row, self.info.vocab_size)
+                        drawn.append((row.slot, 0))
+                    else:
+                        drawn.append((row.slot, counting_token(history, row, self.info.vocab_size)))
         self._last = dict(drawn)
-        return StepResult(step.step, [token for _, token in drawn])
+        return StepResult(step.step, [token for _, token in drawn], candidates=candidates)
 
     def refusal(self, params: SamplingParams) -> str | None:
         """Draws for any."""
@@ -144,6 +168,18 @@ class CountingExecutor:
             histories.append(history.tolist())
         assert all(history == histories[0] for history in histories), "the groups disagree"
         return histories[0]
+
+
+def _check_history(history: list[int], row: SamplingRow) -> None:
+    """What a row says stands before its token must stand in the blocks."""
+    assert len(history) == row.key[2], f"a draw at position {row.key[2]} of {len(history)} known tokens"
+    start = len(history) - len(row.drafts)
+    assert tuple(history[start:]) == row.drafts, (
+        f"drafts {row.drafts} are not in the blocks: {history[start:]}"
+    )
+    if row.history is not None:
+        told = list(row.history[:start])
+        assert told == history[: len(told)] and len(told) >= start - 1, "a row was told another history"
 
 
 def load_counting(config: EngineConfig) -> CountingExecutor:
