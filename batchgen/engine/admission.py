@@ -4,13 +4,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from batchgen.engine.block_manager import BlockManager
-from batchgen.engine.group import Group
+from batchgen.engine.group import Group, GroupState
 from batchgen.engine.metrics import Counters
+from batchgen.engine.pins import Pins
+from batchgen.engine.prefix_cache import Hits
 from batchgen.engine.refusals import too_big
 from batchgen.engine.request_table import RequestTable
 from batchgen.engine.step import StepBuilder
+from batchgen.engine.swap import Swapper
 
 # Blocks may appear in the prefix cache, so a group that lacked some is looked at again after this many steps.
 _LOOK_AGAIN = 16
@@ -52,11 +56,32 @@ class Rules:
     most_overtaken: int = 32
 
 
+class Plan(NamedTuple):
+    """How a waiting group can begin.
+
+    Args:
+        width: samples that run; the others wait as a further group.
+        num_tokens: what the leader computes: all its tokens, or those that all samples have in common.
+        hits: of these, what the prefix cache has.
+        chunk: tokens of the first step; 0: its budget does not do.
+        num_needed: blocks that must be free.
+    """
+
+    width: int
+    num_tokens: int
+    hits: Hits
+    chunk: int
+    num_needed: int
+
+
 class Admission:
-    """Takes groups from `waiting` and `swapped` into `running`, in the policy's order as far as they fit.
+    """Takes groups from `swapped` and `waiting` into `running`, in the policy's order as far as they fit.
 
     Attributes:
         most_at_once: tokens of one sequence that a step may compute.
+
+    Args:
+        run: lets an admitted group compute in a step.
     """
 
     def __init__(
@@ -64,13 +89,19 @@ class Admission:
         rules: Rules,
         blocks: BlockManager,
         table: RequestTable,
+        swapper: Swapper,
+        pins: Pins,
         counters: Counters,
+        run: Callable[[Group, StepBuilder], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         self._rules = rules
         self._blocks = blocks
         self._table = table
+        self._swapper = swapper
+        self._pins = pins
         self._counters = counters
+        self._run = run
         self._delay = PromptDelay(rules, table, clock)
         self.most_at_once = rules.max_num_batched_tokens
 
@@ -82,48 +113,152 @@ class Admission:
         self.most_at_once = self._rules.max_num_batched_tokens if is_alone or not threshold else threshold
 
     def admit(self, step: StepBuilder) -> None:
-        """Take in whoever fits into the rest of a step."""
-        waiting = self._table.waiting
-        if not (waiting or self._table.swapped) or step.budget <= 0:
-            return
+        """Take in whoever fits into the rest of a step: swapped groups first, then waiting ones."""
+        table = self._table
         passed_over: list[Group] = []
+        while table.swapped and not passed_over and step.budget > 0 and self.num_free_seqs > 0:
+            group = table.swapped[0]
+            verdict = self.try_swap_in(group, step)
+            if verdict is Verdict.OK:
+                self._run(group, step)
+            elif verdict is Verdict.LATER:
+                passed_over.append(group)
         if self._delay.holds():
             return
+        most_passed = self._rules.skip_window + len(passed_over)
         place = 0
-        while place < len(waiting) and step.budget > 0 and self._num_free_seqs() > 0:
-            group = waiting[place]
+        while place < len(table.waiting) and step.budget > 0 and self.num_free_seqs > 0:
+            group = table.waiting[place]
             if any(self._must_not_pass(group, other) for other in passed_over):
                 return
             verdict = self.try_admit(group, step)
             if verdict is Verdict.OK:
                 for other in passed_over:
                     other.num_overtaken += group.rank == other.rank
+                self._run(group, step)
             elif verdict is Verdict.LATER:
                 passed_over.append(group)
                 place += 1
-                if len(passed_over) > self._rules.skip_window:
+                if len(passed_over) > most_passed:
                     return
 
     def try_admit(self, group: Group, step: StepBuilder) -> Verdict:
-        """Let a waiting group run if it fits now; one that never fits ends with an error."""
-        if group.has_placeholders or not self._has_adapter_slot(group):
+        """Move a waiting group to those that run, with its blocks, if it fits; fail it if it never does."""
+        if not self._may_run(group):
             return Verdict.LATER
+        is_alone = not self._table.running
+        number = self._counters.num_steps
+        has_changed = self._blocks.pool.num_free >= group.lacking or number - group.tried_at >= _LOOK_AGAIN
         width = self._width(group)
-        if width == 0:
+        if width == 0 or not (is_alone or has_changed):
             return Verdict.LATER
-        verdict = self._take_blocks(group, width, step)
-        if verdict is Verdict.OK:
-            self._start(group, step)
-        return verdict
+        plan = self._plan(group, width, step)
+        if plan is None:
+            return Verdict.NEVER
+        while is_alone and plan.num_needed > self._blocks.pool.num_free and self._pins.yield_oldest():
+            plan = plan._replace(num_needed=self._num_needed(plan.hits, plan.num_tokens, plan.chunk, 0))
+        if plan.num_needed > self._blocks.pool.num_free or not plan.chunk:
+            group.lacking, group.tried_at = plan.num_needed, number
+            return Verdict.LATER
+        self._take(group, plan)
+        return Verdict.OK
+
+    def try_swap_in(self, group: Group, step: StepBuilder) -> Verdict:
+        """Move a swapped group to those that run, if it fits; one that never does is recomputed or fails."""
+        if not self._may_run(group) or (group.width > self.num_free_seqs and self._table.running):
+            return Verdict.LATER
+        if self._blocks.blocks_for_group(group, group.width) > self._blocks.num_blocks:
+            self._table.forget_swapped(group)
+            return Verdict.NEVER
+        is_alone = not self._table.running
+        while True:
+            plan = self._swapper.plan_in(group)
+            if plan.num_needed + self._reserve <= self._blocks.pool.num_free:
+                break
+            if not (is_alone and self._pins.yield_oldest()):
+                return Verdict.LATER
+        step.swap_in += self._swapper.swap_in(group, plan)
+        self._table.run(group)
+        return Verdict.OK
+
+    def chunk(self, rest: int, budget: int) -> int:
+        """How many of the `rest` tokens that a sequence lacks it computes in a step with so much budget."""
+        rules = self._rules
+        if not rules.enable_chunked_prefill and budget < rest <= rules.max_num_batched_tokens:
+            return 0
+        return min(rest, budget, self.most_at_once)
+
+    def lacking(self, group: Group, step: StepBuilder) -> tuple[int, int] | None:
+        """Sequences and blocks that a group lacks; None if it lacks nothing, or room would not help."""
+        if not self._may_run(group) or self._delay.holds():
+            return None
+        num_free = self._blocks.pool.num_free
+        if group.state is GroupState.SWAPPED:
+            num_seqs = group.width - self.num_free_seqs
+            num_blocks = self._swapper.plan_in(group).num_needed + self._reserve - num_free
+        else:
+            may_narrow = group.pending and group.can_split
+            width = min(group.width, self._rules.max_num_seqs) if may_narrow else group.width
+            plan = self._plan(group, width, step)
+            if plan is None or not plan.chunk:
+                return None
+            num_seqs = plan.width - self.num_free_seqs
+            num_blocks = plan.num_needed - num_free
+        return (num_seqs, num_blocks) if num_seqs > 0 or num_blocks > 0 else None
+
+    def _may_run(self, group: Group) -> bool:
+        """Whether nothing but room can keep a group from running now."""
+        return not group.has_placeholders and self._has_adapter_slot(group)
+
+    @property
+    def num_free_seqs(self) -> int:
+        """Sequences that may run besides those that do."""
+        return self._rules.max_num_seqs - sum(group.width for group in self._table.running)
+
+    @property
+    def _reserve(self) -> int:
+        """Blocks that admission leaves free, for those that run to grow."""
+        return self._blocks.watermark_blocks if self._table.running else 0
+
+    def _plan(self, group: Group, width: int, step: StepBuilder) -> Plan | None:
+        """How the first `width` samples of a waiting group can begin; None: never, and it has ended so."""
+        blocks = self._blocks
+        leader = group.sequences[0]
+        total = blocks.blocks_for_group(group, width)
+        while total > blocks.num_blocks and group.can_split and width > 1:
+            width -= 1
+            total = blocks.blocks_for_group(group, width)
+        if total > blocks.num_blocks:
+            self._table.fail_group(group, too_big(leader, blocks, total))
+            return None
+        is_forked = min(len(group.sequences), width) > 1
+        num_tokens = group.num_shared_tokens() if is_forked else leader.num_tokens
+        hits = blocks.lookup(leader, _most_hit_tokens(group, num_tokens - 1))
+        chunk = self.chunk(num_tokens - hits.num_blocks * blocks.block_size, step.budget)
+        apart = max(total - blocks.blocks_for(num_tokens), 0)
+        needed = self._num_needed(hits, num_tokens, chunk, apart)
+        return Plan(width, num_tokens, hits, chunk, needed)
+
+    def _num_needed(self, hits: Hits, num_tokens: int, chunk: int, apart: int) -> int:
+        return self._blocks.num_needed(hits, num_tokens, chunk) + apart + self._reserve
+
+    def _take(self, group: Group, plan: Plan) -> None:
+        if plan.width < group.width:
+            self._table.split(group, plan.width)
+        leader, request = group.sequences[0], group.request
+        self._blocks.take(leader, plan.hits, plan.num_tokens, plan.chunk)
+        group.shared_until = plan.num_tokens if len(group.sequences) > 1 else 0
+        self._table.run(group)
+        self._delay.admitted()
+        if leader.index == 0 and group.num_preemptions == 0:
+            request.num_cached_tokens = leader.num_computed_tokens
+            self._counters.prompt_tokens += leader.num_prompt_tokens
 
     def _must_not_pass(self, group: Group, other: Group) -> bool:
         """Whether a group has to wait for another that stands ahead of it and was not admitted."""
         return group.rank > other.rank or (
             group.rank == other.rank and other.num_overtaken >= self._rules.most_overtaken
         )
-
-    def _num_free_seqs(self) -> int:
-        return self._rules.max_num_seqs - sum(group.width for group in self._table.running)
 
     def _has_adapter_slot(self, group: Group) -> bool:
         adapter, most = group.request.source.adapter, self._rules.max_loras
@@ -141,7 +276,7 @@ class Admission:
         Samples that are still to be forked may come later. Those that were forked stay together unless there
         are more than may ever run at once, which happens when the limit was lowered.
         """
-        room = self._num_free_seqs()
+        room = self.num_free_seqs
         if group.width <= room:
             return group.width
         if room > 0 and group.pending and group.can_split:
@@ -149,57 +284,6 @@ class Admission:
         if self._table.running:
             return 0
         return max(room, 1) if group.can_split else group.width
-
-    def _take_blocks(self, group: Group, width: int, step: StepBuilder) -> Verdict:
-        """Give the leader blocks, if there are enough for the first `width` samples."""
-        blocks, pool = self._blocks, self._blocks.pool
-        is_alone = not self._table.running
-        number = self._counters.num_steps
-        if not is_alone and pool.num_free < group.lacking and number - group.tried_at < _LOOK_AGAIN:
-            return Verdict.LATER
-        leader = group.sequences[0]
-        is_forked = min(len(group.sequences), width) > 1
-        num_shared = group.num_shared_tokens() if is_forked else leader.num_tokens
-        total = blocks.blocks_for_group(group, num_shared, width)
-        while total > blocks.num_blocks and group.can_split and width > 1:
-            width -= 1
-            total = blocks.blocks_for_group(group, num_shared, width)
-        if total > blocks.num_blocks:
-            self._table.fail_group(group, too_big(leader, blocks, total))
-            return Verdict.NEVER
-        is_forked = is_forked and width > 1
-        if not is_forked:
-            num_shared = leader.num_tokens
-        hits = blocks.lookup(leader, _most_hit_tokens(group, num_shared - 1))
-        chunk = self._chunk(num_shared - hits.num_blocks * blocks.block_size, step)
-        needed = blocks.num_needed(hits, num_shared, chunk) + max(total - blocks.blocks_for(num_shared), 0)
-        needed += 0 if is_alone else blocks.watermark_blocks
-        if needed > pool.num_free or not chunk:
-            group.lacking, group.tried_at = needed, number
-            return Verdict.LATER
-        if width < group.width:
-            self._table.split(group, width)
-        blocks.take(leader, hits, num_shared, chunk)
-        group.shared_until = num_shared if is_forked else 0
-        return Verdict.OK
-
-    def _chunk(self, rest: int, step: StepBuilder) -> int:
-        """How many of the tokens that a sequence lacks it computes in this step."""
-        rules = self._rules
-        if not rules.enable_chunked_prefill and step.budget < rest <= rules.max_num_batched_tokens:
-            return 0
-        return min(rest, step.budget, self.most_at_once)
-
-    def _start(self, group: Group, step: StepBuilder) -> None:
-        leader, request = group.sequences[0], group.request
-        self._table.run(group)
-        if leader.index == 0 and group.num_preemptions == 0:
-            request.num_cached_tokens = leader.num_computed_tokens
-            self._counters.prompt_tokens += leader.num_prompt_tokens
-        self._delay.admitted()
-        end = group.shared_until or leader.num_tokens
-        count = self._chunk(end - leader.num_computed_tokens, step)
-        step.schedule(leader, count)
 
 
 class PromptDelay:

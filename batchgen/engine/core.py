@@ -170,7 +170,7 @@ class EngineCore:
         head = next(chain(table.waiting, table.swapped, table.running), None)
         if head is None:
             raise EngineError(f"requests {list(table.requests)[:5]} are in no queue")
-        needed = self._blocks.blocks_for_group(head, 0, 1)
+        needed = self._blocks.blocks_for_group(head, 1)
         message = (
             f"request {head.request.request_id} cannot move: it needs "
             f"{needed} blocks, "

@@ -5,6 +5,7 @@ from typing import Protocol
 from batchgen.engine.beam import Candidates
 from batchgen.engine.group import Group
 from batchgen.engine.metrics import Counters
+from batchgen.engine.pins import Pins
 from batchgen.engine.refusals import overflowed, undrawable
 from batchgen.engine.request_table import ERROR, RequestTable
 from batchgen.engine.scheduler_output import StepResult
@@ -35,11 +36,13 @@ class Intake:
     def __init__(
         self,
         table: RequestTable,
+        pins: Pins,
         counters: Counters,
         beams: BeamStepper,
         draft_judge: DraftJudge | None = None,
     ):
         self._table = table
+        self._pins = pins
         self._counters = counters
         self._beams = beams
         self._draft_judge = draft_judge
@@ -77,6 +80,7 @@ class Intake:
                 self._beams.advance(group, of_group)
         for sequence in step.pinned:
             if not sequence.is_finished:
+                self._pins.pin(sequence)
                 self._table.finish(sequence, Stop(FinishReason.STOP))
 
     def _take_drafted(self, sequence: Sequence, drafts: Drafts, row: int, result: StepResult) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 from batchgen.engine.admission import Admission, Rules
 from batchgen.engine.beam_group import BeamGroups, Beams
 from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.costs import CostModel, Costs
 from batchgen.engine.detokenizer import Decoder
 from batchgen.engine.drafting import Drafting
 from batchgen.engine.group import Group
 from batchgen.engine.intake import Intake
 from batchgen.engine.messages import EngineRequest, Limits, SampleOutput
 from batchgen.engine.metrics import Counters
+from batchgen.engine.pins import Pins
 from batchgen.engine.policy import Rank, fcfs
 from batchgen.engine.preemption import Preemption
 from batchgen.engine.refusals import outgrown, refusal, too_big, too_wide
@@ -21,6 +23,7 @@ from batchgen.engine.request_table import RequestTable
 from batchgen.engine.scheduler_output import SchedulerOutput, StepResult
 from batchgen.engine.speculation import Speculation
 from batchgen.engine.step import StepBuilder, StepInFlight, Work
+from batchgen.engine.swap import Swapper
 from batchgen.errors import EngineError
 from batchgen.outputs import RowFailure
 
@@ -45,6 +48,9 @@ class Scheduler:
         rank: order of the queues, of `POLICIES`.
         speculation: drafts tokens ahead, if that is on.
         decoder: gives the tokenizer, which stop strings of a beam search need.
+        costs: decides between recompute and swap; by default measured as steps come.
+        preemption_mode: "recompute" or "swap" whatever they cost.
+        block_bytes: size of a block in host memory.
         clock: seconds; for tests.
         rules: see `Rules`.
     """
@@ -59,6 +65,9 @@ class Scheduler:
         rank: Rank = fcfs,
         speculation: Speculation | None = None,
         decoder: Callable[[], Decoder] | None = None,
+        costs: Costs | None = None,
+        preemption_mode: str | None = None,
+        block_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         **rules: Any,
     ):
@@ -71,10 +80,22 @@ class Scheduler:
         self.counters = Counters()
         self.table = RequestTable(blocks, self.counters, rank)
         self.drafting = None if speculation is None else Drafting(speculation, blocks)
-        self._admission = Admission(self.rules, blocks, self.table, self.counters, clock)
-        self._preemption = Preemption(blocks, self.table, self.counters)
+        self.pins = Pins(blocks, self.counters)
+        swapper = Swapper(blocks)
+        self._admission = Admission(
+            self.rules, blocks, self.table, swapper, self.pins, self.counters, self._run, clock
+        )
+        self._preemption = Preemption(
+            blocks,
+            self.table,
+            swapper,
+            self.counters,
+            costs or CostModel(block_bytes),
+            mode=preemption_mode,
+            block_bytes=block_bytes,
+        )
         beams = BeamGroups(self.table, self.counters)
-        self._intake = Intake(self.table, self.counters, beams, self.drafting)
+        self._intake = Intake(self.table, self.pins, self.counters, beams, self.drafting)
         self._clock = clock
         self._in_flight: dict[int, StepInFlight] = {}
         self._num_arrivals = 0
@@ -139,6 +160,7 @@ class Scheduler:
             self.table,
             can_draft=self.drafting is not None,
         )
+        self._preemption.evict_for_head(step, self._admission)
         self._schedule_running(step)
         if not step.has_preempted:
             self._admission.admit(step)
@@ -171,9 +193,16 @@ class Scheduler:
             for group in request.groups:
                 for sequence in group.sequences:
                     sequence.num_placeholders = 0
+        for group in self.table.swapped.copy():
+            self.table.forget_swapped(group)
         for group in self.table.running.copy():
             self.counters.preempted("recompute")
             self.table.preempt(group)
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what blocks hold, and every pinned prefix; whoever uses blocks keeps them."""
+        self.pins.clear()
         self.blocks.pool.forget_all()
 
     def _schedule_running(self, step: StepBuilder) -> None:
@@ -182,17 +211,25 @@ class Scheduler:
         while position < len(running) and step.budget > 0:
             group = running[position]
             work = self._work(group, step.budget)
-            while work:
-                copies = self.blocks.grow(
-                    [(each.sequence, each.sequence.num_computed_tokens + each.num_tokens) for each in work]
-                )
-                if copies is not None:
-                    step.copies += copies
-                    for each in work:
-                        step.schedule(each.sequence, each.num_tokens)
-                    break
+            while work and not self._schedule_group(work, step):
                 work = self._make_room(group, work, step)
             position += 1
+
+    def _run(self, group: Group, step: StepBuilder) -> None:
+        """Let a group that was just admitted compute; it waits for the next step if blocks are lacking."""
+        work = self._work(group, step.budget)
+        if work:
+            self._schedule_group(work, step)
+
+    def _schedule_group(self, work: list[Work], step: StepBuilder) -> bool:
+        """Schedule what sequences of a group compute, if there are blocks for all of it."""
+        copies = self.blocks.grow([(each, each.num_computed_tokens + count) for each, count in work])
+        if copies is None:
+            return False
+        step.copies += copies
+        for sequence, count in work:
+            step.schedule(sequence, count)
+        return True
 
     def _work(self, group: Group, budget: int) -> list[Work]:
         """What the sequences of a running group compute in this step, as far as the budget goes."""
@@ -200,12 +237,12 @@ class Scheduler:
             for sequence in group.sequences[1:]:
                 self.blocks.fork(group.sequences[0], sequence)
             group.shared_until = 0
-        most = self._admission.most_at_once
         if group.beam is not None and not group.shared_until:
-            return _beam_work(group, min(budget, most))
+            return _beam_work(group, min(budget, self._admission.most_at_once))
         if group.shared_until:
             leader = group.sequences[0]
-            return [Work(leader, min(group.shared_until - leader.num_computed_tokens, budget, most))]
+            count = self._admission.chunk(group.shared_until - leader.num_computed_tokens, budget)
+            return [Work(leader, count)] if count else []
         work: list[Work] = []
         for sequence in group.sequences:
             count = sequence.num_tokens - sequence.num_computed_tokens
@@ -214,7 +251,10 @@ class Scheduler:
                 continue
             if budget == 0:
                 break
-            count = min(count, budget, most)
+            if count > 1:
+                count = self._admission.chunk(count, budget)
+                if count == 0:
+                    break
             work.append(Work(sequence, count))
             budget -= count
         return work
@@ -225,6 +265,8 @@ class Scheduler:
         if len(running) > 1:
             self._preemption.preempt(running[-1], step)
             return work if running and running[-1].order >= group.order else []
+        if self.pins.yield_oldest():
+            return work
         if len(group.sequences) > 1 and group.can_split:
             step.has_preempted = True
             further = self.table.split(group, len(group.sequences) - 1)
