@@ -8,7 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.scheduler_output import SamplingRow, ScheduledSequence, SchedulerOutput
+from batchgen.engine.scheduler_output import (
+    PromptScores,
+    SamplingRow,
+    ScheduledSequence,
+    SchedulerOutput,
+)
 from batchgen.errors import EngineError
 from batchgen.kernels.kv import AttentionMeta
 
@@ -22,9 +27,11 @@ class InputBatch:
     Args:
         token_ids, positions: [T] int64.
         metas: per KV group.
-        logit_rows: [R] int64, the tokens whose logits are needed.
+        logit_rows: [R] int64, the tokens whose logits are needed: first those of draws, then those of scores.
         samples: every draw, in the order of the sequences.
         sample_rows: per draw, which of the R rows it reads.
+        scores: (seq_id, prompt tokens to be scored); each target has a row of its own.
+        num_score_rows: how many of the R rows are theirs.
     """
 
     token_ids: Tensor
@@ -33,6 +40,8 @@ class InputBatch:
     logit_rows: Tensor
     samples: list[SamplingRow]
     sample_rows: list[int]
+    scores: list[tuple[int, PromptScores]]
+    num_score_rows: int
 
 
 def build_batch(
@@ -53,24 +62,22 @@ def build_batch(
         newest: seq_id -> the token it drew last, for token ids that the scheduler did not know yet.
 
     Raises:
-        EngineError: a token id that nobody knows, a sequence without tokens, a token without a block.
+        EngineError: a token id that nobody knows, a sequence without tokens, a token without a block, logits
+            of a token that is not in the step.
     """
     sequences = step.sequences
     count = len(sequences)
     flat = array("q")
     lens = np.empty(count, dtype=np.int32)
     computed = np.empty(count, dtype=np.int32)
-    samples: list[SamplingRow] = []
-    sample_rows: list[int] = []
-    with_logits: list[int] = []
+    wanted = _Wanted()
     for index, sequence in enumerate(sequences):
+        begin = len(flat)
         flat.extend(sequence.token_ids)
         lens[index] = len(sequence.token_ids)
         computed[index] = sequence.num_computed_tokens
-        if sequence.samples:
-            samples += sequence.samples
-            sample_rows += [len(with_logits)] * len(sequence.samples)
-            with_logits.append(index)
+        if sequence.samples or sequence.scores is not None:
+            wanted.add(sequence, begin)
     if count and not lens.all():
         raise EngineError(f"sequence {sequences[int(lens.argmin())].seq_id} was scheduled without tokens")
     token_ids = np.frombuffer(flat, dtype=np.int64).copy() if flat else np.empty(0, dtype=np.int64)
@@ -111,10 +118,50 @@ def build_batch(
         token_ids=tensor(token_ids),
         positions=tensor(positions),
         metas=tuple(metas),
-        logit_rows=tensor(ends[with_logits].astype(np.int64) - 1),
-        samples=samples,
-        sample_rows=sample_rows,
+        logit_rows=tensor(np.array(wanted.drawn + wanted.scored, dtype=np.int64)),
+        samples=wanted.samples,
+        sample_rows=wanted.sample_rows,
+        scores=wanted.scores,
+        num_score_rows=len(wanted.scored),
     )
+
+
+class _Wanted:
+    """Which tokens of a step need logits, and for what; places are those in the flat step."""
+
+    def __init__(self) -> None:
+        self.samples: list[SamplingRow] = []
+        self.sample_rows: list[int] = []
+        self.drawn: list[int] = []
+        self.scores: list[tuple[int, PromptScores]] = []
+        self.scored: list[int] = []
+
+    def add(self, sequence: ScheduledSequence, begin: int) -> None:
+        """A sequence whose tokens begin at place `begin`."""
+        count = len(sequence.token_ids)
+        rows: dict[int, int] = {}
+        for sample in sequence.samples:
+            at = sample.token_index + count if sample.token_index < 0 else sample.token_index
+            if not 0 <= at < count:
+                raise EngineError(
+                    f"sequence {sequence.seq_id}: a draw from token {sample.token_index} of {count}"
+                )
+            row = rows.get(at)
+            if row is None:
+                row = rows[at] = len(self.drawn)
+                self.drawn.append(begin + at)
+            self.samples.append(sample)
+            self.sample_rows.append(row)
+        scores = sequence.scores
+        if scores is not None and scores.targets:
+            first = scores.start - 1 - sequence.num_computed_tokens
+            if first < 0 or first + len(scores.targets) > count:
+                raise EngineError(
+                    f"sequence {sequence.seq_id}: {len(scores.targets)} scores from position {scores.start} "
+                    f"on, of {count} tokens from {sequence.num_computed_tokens} on"
+                )
+            self.scores.append((sequence.seq_id, scores))
+            self.scored += range(begin + first, begin + first + len(scores.targets))
 
 
 def _block_tables(sequences: tuple[ScheduledSequence, ...], group: int, width: int) -> np.ndarray:

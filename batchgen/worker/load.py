@@ -26,7 +26,7 @@ from batchgen.worker.memory import plan_blocks, plan_host_blocks
 from batchgen.worker.model_files import ModelFiles
 from batchgen.worker.model_memory import ModelMemory
 from batchgen.worker.model_runner import ModelRunner
-from batchgen.worker.sampler import Sampler
+from batchgen.worker.sampler_setup import make_sampler
 
 log = logging.getLogger("batchgen.worker")
 
@@ -82,8 +82,10 @@ def load_executor(config: EngineConfig) -> Executor:
         environment=environment(device, dtype, _backends(kernels)),
         reproducible=reproducible,
     )
-    sampler = Sampler(min(shape.vocab_size, tokenizer.vocab_size))
-    return ModelRunner(ModelMemory(model, blocks, build), sampler, info, block_size)
+    sampler, draw_limits = make_sampler(
+        config.model, kernels, tokenizer, shape.vocab_size, info.eos_token_ids
+    )
+    return ModelRunner(ModelMemory(model, blocks, build), sampler, draw_limits, info, block_size)
 
 
 def _take_blocks(

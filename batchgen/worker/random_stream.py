@@ -1,4 +1,9 @@
-"""uniform: random numbers that are a function of a counter, so that no draw depends on another."""
+"""uniform, uniforms: random numbers that are a function of a counter, so that no draw depends on another."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -20,3 +25,21 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+def uniforms(keys: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.float64]:
+    """`uniform` of many keys at once: [R] float64."""
+    parts = np.array([(seed & _MASK, sample + 1, position + 1) for seed, sample, position in keys], np.uint64)
+    golden = np.uint64(_GOLDEN)
+    state = _mix_all(parts[:, 0])
+    state = _mix_all(state + golden * parts[:, 1])
+    state = _mix_all(state + golden * parts[:, 2])
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`_mix` of each; unsigned integers wrap around."""
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,150 +1,240 @@
-"""Sampler: rows of logits -> tokens, each row by its own SamplingParams and random stream.
+"""Sampler: rows of logits -> tokens and what is told of them, each row by its own rules and random stream.
 
-A row's token is a function of its logits, params and key alone: every sum runs over one row, in an order
-that the row fixes, in float64. So neighbours, batch size and thread count cannot change a draw.
+A row's token is a function of its logits, rules, history and key alone, computed in an order that the row
+fixes. So neighbours, batch size and thread count cannot change a draw.
 """
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.scheduler_output import SamplingRow
-from batchgen.sampling_params import SamplingParams
-from batchgen.worker.logits import add_bias, hold_back
-from batchgen.worker.random_stream import uniform
+from batchgen.engine.scheduler_output import GrammarState, SamplingRow, TokenLogprobs
+from batchgen.kernels.ops import Kernels
+from batchgen.kernels.sampling import Draws
+from batchgen.structured import DEAD_END
+from batchgen.structured.masks import GrammarMasks
+from batchgen.worker.logits import edit_logits
+from batchgen.worker.logprobs import LogprobReader
+from batchgen.worker.random_stream import uniforms
+from batchgen.worker.row_rules import KnownRules, RowRules
+from batchgen.worker.thinking import ThinkingMarks
 
-Floats = npt.NDArray[np.float64]
-Ids = npt.NDArray[np.int64]
+ALL_HELD_BACK = (
+    "no token can be drawn: allowed_token_ids, bad_words and min_tokens together hold all of them back"
+)
 
-# Weights are summed in stretches of this many, so that only one of them is walked for the draw.
-_STRETCH = 256
-_SHORT_STRETCH = 64
-_LIKELY_NUCLEUS = 256
+
+@dataclass(slots=True)
+class Drawn:
+    """What was drawn from a batch of rows; the fields are those of StepResult."""
+
+    token_ids: list[int | None]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    candidates: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+    grammar: dict[int, GrammarState] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
 
 
 class Sampler:
     """Draws tokens.
 
     Args:
+        kernels: of the model.
         vocab_size: ids from here on have no token and are never drawn.
+        logprobs_mode: what `logprobs` tells.
+        marks: of thinking sections; None where a budget is refused.
+        grammar: masks of structured outputs; None where those are refused.
     """
 
-    def __init__(self, vocab_size: int):
+    def __init__(
+        self,
+        kernels: Kernels,
+        vocab_size: int,
+        *,
+        logprobs_mode: str = "raw_logprobs",
+        marks: ThinkingMarks | None = None,
+        grammar: GrammarMasks | None = None,
+    ):
         self.vocab_size = vocab_size
-        # Fresh memory of this size would cost as much as the exponentials that fill it.
-        self._weights: Floats = np.empty(vocab_size, dtype=np.float64)
+        self.grammar = grammar
+        self.reader = LogprobReader(kernels, logprobs_mode)
+        self._kernels = kernels
+        self._known = KnownRules(vocab_size)
+        self._marks = marks
+        self._copies = torch.empty(0)
 
-    def draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
+    def draw(self, logits: Tensor, rows: Sequence[SamplingRow], newest: Mapping[int, int]) -> Drawn:
         """One token per row; of equal logits the lowest id is taken by a greedy row.
 
-        None for a row that holds a NaN, or whose largest logit is infinite: there is nothing to draw from.
+        None for a row that holds a NaN, or whose largest logit is infinite: there is nothing to draw from;
+        `failures` says why if it is for what the row's rules hold back.
 
-        Shapes: logits [R, V] on the CPU or a device; changed in place.
+        Args:
+            logits: [R, W] on the CPU or a device, W at least the vocabulary; may be changed in place.
+            rows: the draw of each row.
+            newest: slot -> the token drawn by the step before, for histories that lack it.
         """
-        logits = logits[:, : self.vocab_size]
-        for index, row in enumerate(rows):
-            if row.params.logit_bias:
-                add_bias(logits[index], row.params.logit_bias)
-            if row.num_generated < row.params.min_tokens:
-                hold_back(logits[index], row.stop_ids)
-        drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
-        best = _most_likely(logits)
-        # A NaN counts as the largest.
-        is_finite = logits[torch.arange(len(rows)), best].isfinite().tolist()
-        tokens: list[int | None] = [
-            token if fine else None for token, fine in zip(best, is_finite, strict=True)
+        logits = logits.to(torch.float32).contiguous()
+        known = self._known.of(rows)
+        edited = [index for index, rules in enumerate(known) if rules.edits(rows[index])]
+        beams = [index for index, row in enumerate(rows) if row.num_candidates]
+        told = [
+            index
+            for index, rules in enumerate(known)
+            if rules.num_logprobs is not None and not rows[index].num_candidates
         ]
-        if drawn:
-            scores = (logits[drawn] if len(drawn) < len(rows) else logits).float().cpu().numpy()
-            for values, index in zip(scores, drawn, strict=True):
-                if is_finite[index]:
-                    row = rows[index]
-                    tokens[index] = _draw(values, best[index], row.params, uniform(*row.key), self._weights)
-        return tokens
+        raw_rows = [] if self.reader.is_processed else _both(told, edited)
+        raw = self._copy(logits, raw_rows)
+        # As in transformers' search, a beam's log probabilities are taken before anything is changed.
+        totals = self._normalise(logits, beams, edited, known)
+        failures: dict[int, str] = {}
+        view = logits[:, : self.vocab_size]
+        has_grammar = False
+        if edited:
+            edit_logits(logits, rows, known, newest, self._kernels, self._marks)
+            has_grammar = self.grammar is not None and any(rules.has_grammar for rules in known)
+            if has_grammar and self.grammar is not None:
+                failures = self.grammar.apply(view, rows, newest)
+        tokens = self._tokens(view, rows, known, told, only_beams=len(beams) == len(rows))
+        drawn = Drawn(tokens, failures=failures)
+        self._find_candidates(view, rows, beams, totals, drawn)
+        self._find_failures(view, known, edited, drawn)
+        if has_grammar and self.grammar is not None:
+            drawn.grammar = self.grammar.advance(rows, tokens)
+        if raw_rows:
+            self._tell(raw, raw_rows, known, drawn)
+            told = [index for index in told if index not in set(raw_rows)]
+        self._tell(logits if len(told) == len(rows) else logits[told], told, known, drawn)
+        return drawn
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Samples that have ended."""
+        if self.grammar is not None:
+            self.grammar.drop(slots)
+
+    def _tokens(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        known: Sequence[RowRules],
+        told: Sequence[int],
+        *,
+        only_beams: bool,
+    ) -> list[int | None]:
+        if only_beams:
+            return [None] * len(rows)
+        ways = np.array([rules.way for rules in known], dtype=np.float64).T.copy()
+        for index, row in enumerate(rows):
+            if row.num_candidates:
+                ways[0, index] = 0.0
+        is_replaced = None
+        if self.reader.is_processed and told:
+            is_replaced = torch.zeros(len(rows), dtype=torch.bool)
+            is_replaced[list(told)] = True
+        draws = Draws(
+            temperature=torch.from_numpy(ways[0]),
+            top_k=torch.from_numpy(ways[1].astype(np.int64)),
+            top_p=torch.from_numpy(ways[2]),
+            min_p=torch.from_numpy(ways[3]),
+            uniform=torch.from_numpy(uniforms([row.key for row in rows])),
+            is_replaced=is_replaced,
+        )
+        found = self._kernels.sample(logits, draws).tolist()
+        return [None if token < 0 else token for token in found]
+
+    def _normalise(
+        self, logits: Tensor, beams: Sequence[int], edited: Sequence[int], known: Sequence[RowRules]
+    ) -> dict[int, float]:
+        """Row of a beam -> what is to be taken from its logits, for those that are about to be changed.
+
+        From a row with a penalty that multiplies it is taken now.
+        """
+        changed = beams if logits.shape[1] > self.vocab_size else _both(beams, edited)
+        if not changed:
+            return {}
+        part = logits if len(changed) == len(logits) else logits[changed]
+        log_total = self._kernels.score_tokens(part, *_no_tokens(len(changed))).log_total
+        totals = dict(zip(changed, log_total.tolist(), strict=True))
+        for index in changed:
+            penalties = known[index].penalties
+            if penalties is not None and penalties[0] != 1.0:
+                logits[index] -= totals[index]
+                totals[index] = 0.0
+        return totals
+
+    def _find_candidates(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        beams: Sequence[int],
+        totals: Mapping[int, float],
+        drawn: Drawn,
+    ) -> None:
+        """The likeliest tokens of every beam; the best is its token, and there is none if it overflowed."""
+        if not beams:
+            return
+        part = logits if len(beams) == len(logits) else logits[beams]
+        numbers = [min(rows[index].num_candidates, self.vocab_size) for index in beams]
+        nothing, _ = _no_tokens(len(beams))
+        scores = self._kernels.score_tokens(part, nothing, torch.tensor(numbers))
+        own = scores.log_total.tolist()
+        taken = np.array([totals.get(index, own[place]) for place, index in enumerate(beams)])
+        values = (scores.top_values.numpy() - taken[:, None]).tolist()
+        ids = scores.top_ids.tolist()
+        for place, index in enumerate(beams):
+            drawn.token_ids[index] = None
+            if not np.isfinite(values[place][0]):
+                continue
+            count = sum(1 for value in values[place][: numbers[place]] if value > float("-inf"))
+            drawn.candidates[index] = (ids[place][:count], values[place][:count])
+            drawn.token_ids[index] = ids[place][0]
+
+    def _find_failures(
+        self, logits: Tensor, known: Sequence[RowRules], edited: Sequence[int], drawn: Drawn
+    ) -> None:
+        """Say of rows without a token whether their rules left none."""
+        for index in drawn.failures:
+            drawn.token_ids[index] = None
+            drawn.candidates.pop(index, None)
+        for index in edited:
+            is_missing = drawn.token_ids[index] is None and index not in drawn.failures
+            if is_missing and bool((logits[index] == float("-inf")).all()):
+                drawn.failures[index] = DEAD_END if known[index].has_grammar else ALL_HELD_BACK
+
+    def _copy(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Some rows of logits, in memory that the next call uses again."""
+        size = len(rows) * logits.shape[1]
+        if self._copies.numel() < size or self._copies.device != logits.device:
+            self._copies = torch.empty(size, device=logits.device)
+        copies = self._copies[:size].view(len(rows), logits.shape[1])
+        if rows:
+            torch.index_select(logits, 0, torch.tensor(rows, device=logits.device), out=copies)
+        return copies
+
+    def _tell(self, logits: Tensor, rows: Sequence[int], known: Sequence[RowRules], drawn: Drawn) -> None:
+        """Log probabilities of some rows: logits [S, W]; those without a token are left out."""
+        places = [place for place, index in enumerate(rows) if drawn.token_ids[index] is not None]
+        if not places:
+            return
+        if len(places) < len(rows):
+            logits, rows = logits[places], [rows[place] for place in places]
+        entries = self.reader.read(
+            logits[:, : self.vocab_size] if self.reader.is_processed else logits,
+            [drawn.token_ids[index] or 0 for index in rows],
+            [known[index].num_logprobs or 0 for index in rows],
+            [known[index].logprob_ids for index in rows],
+        )
+        drawn.logprobs.update(zip(rows, entries, strict=True))
 
 
-def _most_likely(logits: Tensor) -> list[int]:
-    """Per row, the id of the largest logit; the lowest of several."""
-    # numpy's search of a row is an order of magnitude faster than torch's on a CPU.
-    if logits.is_cpu and logits.dtype == torch.float32:
-        best: list[int] = logits.numpy().argmax(axis=1).tolist()
-    else:
-        best = logits.argmax(dim=1).tolist()
-    return best
+def _no_tokens(rows: int) -> tuple[Tensor, Tensor]:
+    """No tokens, and no likeliest ones, for `Kernels.score_tokens`."""
+    return torch.zeros((rows, 0), dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
 
 
-def _draw(
-    scores: npt.NDArray[np.float32], best: int, params: SamplingParams, u: float, buffer: Floats
-) -> int:
-    """The token at `u` of the distribution that temperature, top_k, top_p and min_p leave of `scores` [V].
-
-    `buffer` [V or more] is written over.
-    """
-    top = scores[best]
-    ids: Ids | None = None
-    if 0 < params.top_k < scores.shape[0]:
-        ids = np.flatnonzero(scores >= _kth_largest(scores, params.top_k))
-        scores = scores[ids]
-    # Relative to the best token, whose weight is 1.
-    weights = buffer[: scores.shape[0]]
-    np.subtract(scores, top, out=weights, dtype=np.float64)
-    np.multiply(weights, 1.0 / params.temperature, out=weights)
-    np.exp(weights, out=weights)
-    if params.top_p < 1.0:
-        kept = _nucleus(weights, params.top_p)
-        ids, weights = kept if ids is None else ids[kept], weights[kept]
-    if params.min_p > 0.0:
-        kept = np.flatnonzero(weights >= params.min_p)
-        ids, weights = kept if ids is None else ids[kept], weights[kept]
-    place = _at(weights, u)
-    return place if ids is None else int(ids[place])
-
-
-def _kth_largest(scores: npt.NDArray[np.float32], k: int) -> float:
-    """The k-th largest value, 1 <= k <= V."""
-    # The k-th largest of the stretches' maxima is no larger; what is below it need not be ordered.
-    maxima = np.maximum.reduceat(scores, np.arange(0, scores.shape[0], _SHORT_STRETCH))
-    if k <= maxima.shape[0]:
-        scores = scores[scores >= np.partition(maxima, -k)[-k]]
-    return float(np.partition(scores, -k)[-k])
-
-
-def _nucleus(weights: Floats, top_p: float) -> Ids:
-    """The fewest most likely places whose share of all weight reaches top_p, the likeliest first."""
-    total = float(_sums(weights)[-1])
-    # All places lighter than `safe` together weigh less than what the nucleus may leave out, so it lies among
-    # the others. Most nuclei lie among far fewer, which are tried first: the front of one and the same order.
-    safe = (1.0 - top_p) * total / weights.shape[0]
-    for lightest in (safe * weights.shape[0] / _LIKELY_NUCLEUS, safe, 0.0):
-        places = np.flatnonzero(weights >= lightest)
-        places = places[np.argsort(-weights[places], kind="stable")]
-        # A place is kept when those before it have not reached the share.
-        count = 1 + int(np.searchsorted(np.cumsum(weights[places]), top_p * total, side="left"))
-        if count <= places.shape[0]:
-            break
-    return places[:count]
-
-
-def _at(weights: Floats, u: float) -> int:
-    """The place in which u of the running sum of the weights lies; it has a weight above 0."""
-    sums = _sums(weights)
-    total = float(sums[-1])
-    # Below the total even when u * total rounds up to it.
-    target = min(u * total, math.nextafter(total, 0.0))
-    stretch = int(np.searchsorted(sums, target, side="right"))
-    begin = stretch * _STRETCH
-    inside = weights[begin : begin + _STRETCH]
-    before = float(sums[stretch - 1]) if stretch else 0.0
-    place = int(np.searchsorted(before + np.cumsum(inside), target, side="right"))
-    # The two ways of summing may differ in the last bit; then it is the stretch's last place.
-    return begin + (place if place < inside.shape[0] else int(np.flatnonzero(inside)[-1]))
-
-
-def _sums(weights: Floats) -> Any:
-    """Running sum at the end of every stretch."""
-    return np.cumsum(np.add.reduceat(weights, np.arange(0, weights.shape[0], _STRETCH)))
+def _both(some: Sequence[int], others: Iterable[int]) -> list[int]:
+    among = set(others)
+    return [index for index in some if index in among]

@@ -1,5 +1,6 @@
 """The sampler: transformers' distributions, exact ties, and rows that do not know their neighbours."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,30 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from batchgen.engine.scheduler_output import DrawRules, SamplingRow
+from batchgen.kernels.ops import Kernels, choose
 from batchgen.sampling_params import SamplingParams
-from batchgen.worker.random_stream import uniform
-from batchgen.worker.sampler import Sampler
+from batchgen.worker.random_stream import uniform, uniforms
+from batchgen.worker.sampler import ALL_HELD_BACK, Sampler
 
 VOCAB = 1000
+
+
+Draw = Callable[..., list[int | None]]
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return choose("cpu", "float32", backend=request.param, head_dim=64)
+
+
+@pytest.fixture
+def draw(kernels: Kernels) -> Draw:
+    """Draws from a copy of some logits."""
+
+    def draw(values: Tensor, rows: list[SamplingRow], vocab_size: int | None = None) -> list[int | None]:
+        return Sampler(kernels, vocab_size or values.shape[1]).draw(values.clone(), rows, {}).token_ids
+
+    return draw
 
 
 def logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 3.0) -> Tensor:
@@ -26,10 +46,6 @@ def row(
     return SamplingRow(0, DrawRules(SamplingParams(**params), frozenset(stop_ids)), key, generated)
 
 
-def draw(values: Tensor, rows: list[SamplingRow], vocab_size: int | None = None) -> list[int | None]:
-    return Sampler(vocab_size or values.shape[1]).draw(values.clone(), rows)
-
-
 def chi_square_z(observed: np.ndarray, expected: np.ndarray) -> float:
     """How many standard deviations the chi-square statistic is above its mean (Wilson and Hilferty 1931)."""
     statistic, degrees = float(((observed - expected) ** 2 / expected).sum()), len(observed) - 1
@@ -38,20 +54,22 @@ def chi_square_z(observed: np.ndarray, expected: np.ndarray) -> float:
 
 
 class TestGreedy:
-    def test_the_lowest_id_of_equal_logits(self) -> None:
+    def test_the_lowest_id_of_equal_logits(self, draw: Draw) -> None:
         values = torch.zeros(2, VOCAB)
         values[0, [900, 17, 400]] = 5.0
         assert draw(values, [row(temperature=0), row(temperature=0)]) == [17, 0]
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_narrow_logits(self, dtype: torch.dtype) -> None:
+    def test_narrow_logits(self, draw: Draw, dtype: torch.dtype) -> None:
         values = torch.zeros(1, VOCAB, dtype=dtype)
         values[0, [500, 3]] = 1.0
         assert draw(values, [row(temperature=0)]) == [3]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_whose_numbers_overflowed_draws_nothing_and_its_neighbours_go_on(temperature: float) -> None:
+def test_a_row_whose_numbers_overflowed_draws_nothing_and_its_neighbours_go_on(
+    draw: Draw, temperature: float
+) -> None:
     values = logits(4)
     clean = draw(values, [row(temperature=temperature)] * 4)
     values[1, 700] = float("nan")
@@ -85,7 +103,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("params", WAYS, ids=str)
-def test_draws_follow_transformers_distribution(params: dict[str, Any]) -> None:
+def test_draws_follow_transformers_distribution(draw: Draw, params: dict[str, Any]) -> None:
     values = logits(1, vocab=300, seed=3, spread=1.5)
     expected = warped(values[0], params)
     count = 2000
@@ -105,21 +123,7 @@ def test_draws_follow_transformers_distribution(params: dict[str, Any]) -> None:
         assert chi_square_z(observed, wanted * observed.sum() / wanted.sum()) < 4
 
 
-@pytest.mark.parametrize("params", WAYS, ids=str)
-def test_each_draw_is_the_inverse_of_the_cumulative_distribution(params: dict[str, Any]) -> None:
-    # Every token's share of the unit interval is its probability: the edges are found by bisection over u.
-    values = logits(1, vocab=60, seed=5, spread=1.5)
-    expected = warped(values[0], params)
-    from batchgen.worker import sampler
-
-    scores, best = values[0].numpy(), int(values[0].argmax())
-    us = (np.arange(5000) + 0.5) / 5000
-    tokens = [sampler._draw(scores, best, SamplingParams(**params), float(u), np.empty(60)) for u in us]
-    share = np.bincount(tokens, minlength=60) / len(us)
-    np.testing.assert_allclose(share, expected, atol=5e-4)
-
-
-def test_rows_do_not_know_their_neighbours() -> None:
+def test_rows_do_not_know_their_neighbours(draw: Draw) -> None:
     values = logits(len(WAYS) * 8, seed=7)
     rows = [row((index, index % 3, index), **WAYS[index % len(WAYS)]) for index in range(len(WAYS) * 8)]
     together = draw(values, rows)
@@ -128,7 +132,7 @@ def test_rows_do_not_know_their_neighbours() -> None:
     assert [together[index] for index in order] == draw(values[order], [rows[index] for index in order])
 
 
-def test_mixed_rows_in_one_batch() -> None:
+def test_mixed_rows_in_one_batch(draw: Draw) -> None:
     # BS-11: none crashes, a huge top_k is off, the greedy row is not touched.
     one = logits(1, seed=11)
     ways = [{"temperature": 0}, {"top_k": 5}, {"top_k": 9999999}, {"top_k": 0}, {"top_k": -1},
@@ -145,7 +149,7 @@ def test_mixed_rows_in_one_batch() -> None:
     assert draw(one.expand(2, -1), [row(temperature=0), row((1, 0, 0), temperature=1.9)])[0] == best
 
 
-def test_a_nucleus_wider_than_the_first_guess() -> None:
+def test_a_nucleus_wider_than_the_first_guess(draw: Draw) -> None:
     # Nearly equal logits: 90 % of the weight is 900 of 1000 tokens.
     values = logits(1, spread=1e-3)
     expected = warped(values[0], {"top_p": 0.9})
@@ -158,7 +162,7 @@ def test_a_nucleus_wider_than_the_first_guess() -> None:
 @pytest.mark.parametrize(
     "params", [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}]
 )
-def test_ids_without_a_token_are_never_drawn(params: dict[str, Any]) -> None:
+def test_ids_without_a_token_are_never_drawn(draw: Draw, params: dict[str, Any]) -> None:
     # BG-11: the head is padded to more rows than the tokenizer has ids; even a bias cannot reach them.
     values = logits(1)
     values[0, 996:] = 50.0
@@ -172,7 +176,7 @@ class TestHoldingBack:
     """BG-13: exactly min_tokens other tokens come first, whatever would stop."""
 
     @pytest.mark.parametrize("stop_ids", [[2], [2, 0], [2, 5, 0]])
-    def test_every_stop_id_is_held_back_until_min_tokens(self, stop_ids: list[int]) -> None:
+    def test_every_stop_id_is_held_back_until_min_tokens(self, draw: Draw, stop_ids: list[int]) -> None:
         values = logits(1)
         params: dict[str, Any] = {
             "temperature": 0,
@@ -183,7 +187,7 @@ class TestHoldingBack:
             assert draw(values, [row(generated=generated, stop_ids=stop_ids, **params)])[0] not in stop_ids
         assert draw(values, [row(generated=4, stop_ids=stop_ids, **params)])[0] in stop_ids
 
-    def test_only_the_row_that_asks(self) -> None:
+    def test_only_the_row_that_asks(self, draw: Draw) -> None:
         values = logits(1)
         best = int(values.argmax())
         rows = [row(temperature=0, min_tokens=1, stop_ids=[best]), row(temperature=0, stop_ids=[best])]
@@ -191,14 +195,14 @@ class TestHoldingBack:
         assert held != best
         assert free == best
 
-    def test_stop_ids_past_the_vocabulary_do_no_harm(self) -> None:
+    def test_stop_ids_past_the_vocabulary_do_no_harm(self, draw: Draw) -> None:
         values = logits(1)
         assert draw(values, [row(temperature=0, min_tokens=1, stop_ids=[VOCAB + 3])]) == [
             int(values.argmax())
         ]
 
 
-def test_a_bias_moves_one_row() -> None:
+def test_a_bias_moves_one_row(draw: Draw) -> None:
     values = logits(2)
     moved, plain = draw(values, [row(temperature=0, logit_bias={7: 100.0}), row(temperature=0)])
     assert moved == 7
@@ -209,9 +213,20 @@ def test_a_bias_moves_one_row() -> None:
     assert away == int(values[0].topk(2).indices[1])
 
 
-def test_everything_forbidden_is_no_crash() -> None:
+def test_nothing_possible_is_no_token(draw: Draw) -> None:
     values = torch.full((1, 8), float("-inf"))
     assert draw(values, [row(temperature=1.0)]) == [None]
+
+
+def test_rules_that_leave_no_token_are_a_failure_of_their_row(kernels: Kernels) -> None:
+    values = logits(4)
+    values[2, 5] = float("nan")
+    held = {"min_tokens": 1, "allowed_token_ids": [5, 6]}
+    rows = [row(), row(stop_ids=[5, 6], **held), row(stop_ids=[6], **held), row(stop_ids=[5], **held)]
+    drawn = Sampler(kernels, VOCAB).draw(values, rows, {})
+    assert drawn.failures == {1: ALL_HELD_BACK}
+    assert [token is None for token in drawn.token_ids] == [False, True, True, False]
+    assert drawn.token_ids[3] == 6
 
 
 class TestRandomStream:
@@ -222,6 +237,10 @@ class TestRandomStream:
         ]
         assert len({uniform(*key) for key in keys}) == len(keys)
         assert all(0 <= uniform(*key) < 1 for key in keys)
+
+    def test_many_at_once_are_each_by_itself(self) -> None:
+        keys = [(-1, 0, 0), (2**64 - 1, 3, 9), (0, 0, 0), (2**63, 7, 2**31), (5, 1, 2)]
+        assert uniforms(keys).tolist() == [uniform(*key) for key in keys]
 
     def test_any_seed_of_64_bits(self) -> None:
         assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0)
@@ -241,19 +260,7 @@ class TestRandomStream:
         assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.05
 
 
-@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2.0**-53])
-def test_the_ends_of_the_interval_fall_on_tokens_with_weight(u: float) -> None:
-    from batchgen.worker.sampler import _at
-
-    # Nothing at either end, in whole stretches of the running sum too.
-    weights = np.zeros(3000)
-    weights[700:2000] = np.random.default_rng(1).random(1300)
-    weights[[700, 1500, 1999]] = [1e-300, 1.0, 1e-300]
-    assert weights[_at(weights, u)] > 0
-    assert _at(np.array([0.0, 3.0, 0.0]), u) == 1
-
-
-def test_a_nucleus_ends_exactly_where_its_share_is_reached() -> None:
+def test_a_nucleus_ends_exactly_where_its_share_is_reached(draw: Draw) -> None:
     values = torch.full((1, 8), float("-inf"))
     values[0, [6, 1, 4, 3]] = 2.0
     # Four equal tokens: half of the weight is two of them, and of equals the lower ids.
