@@ -15,27 +15,62 @@ if (_checkout / "kernels").is_dir() and (_checkout / "pyproject.toml").is_file()
 
 if TYPE_CHECKING:
     from batchgen.api import LLM, run_job
+    from batchgen.async_llm import AsyncLLM
     from batchgen.errors import BatchgenError
-    from batchgen.outputs import CompletionOutput, RequestOutput
-    from batchgen.sampling_params import SamplingParams
+    from batchgen.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        FlatLogprobs,
+        Logprob,
+        RequestOutput,
+        ScoreOutput,
+    )
+    from batchgen.sampling_params import (
+        BeamSearchParams,
+        RepetitionDetection,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from batchgen.version import __version__
 
 _HOMES = {
+    "AsyncLLM": "batchgen.async_llm",
     "BatchgenError": "batchgen.errors",
+    "BeamSearchOutput": "batchgen.outputs",
+    "BeamSearchParams": "batchgen.sampling_params",
+    "BeamSearchSequence": "batchgen.outputs",
     "CompletionOutput": "batchgen.outputs",
+    "FlatLogprobs": "batchgen.outputs",
     "LLM": "batchgen.api",
+    "Logprob": "batchgen.outputs",
+    "RepetitionDetection": "batchgen.sampling_params",
     "RequestOutput": "batchgen.outputs",
+    "RequestOutputKind": "batchgen.sampling_params",
     "SamplingParams": "batchgen.sampling_params",
+    "ScoreOutput": "batchgen.outputs",
+    "StructuredOutputsParams": "batchgen.sampling_params",
     "__version__": "batchgen.version",
     "run_job": "batchgen.api",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BatchgenError",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
+    "FlatLogprobs",
+    "Logprob",
+    "RepetitionDetection",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "ScoreOutput",
+    "StructuredOutputsParams",
     "__version__",
     "run_job",
 ]

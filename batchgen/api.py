@@ -1,42 +1,35 @@
-"""What a notebook or a script calls: LLM (generate, chat) and run_job."""
+"""What a notebook or a script calls: LLM, and run_job."""
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from tqdm.auto import tqdm
-
+from batchgen.batch_runner import BatchRunner
+from batchgen.beams import beam_output, beam_params
 from batchgen.byte_tokenizer import ByteTokenizer
-from batchgen.config import EngineConfig, ModelSettings
-from batchgen.engine.client import EngineClient
-from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, pack_ids
-from batchgen.engine.start import start_engine
-from batchgen.errors import EngineError, InputError
-from batchgen.models.location import resolve_model
-from batchgen.outputs import RequestOutput
-from batchgen.prompt_forms import Messages, Prompt, Read, one_each, read_conversations, read_prompts
-from batchgen.sampling_defaults import effective_params, generation_defaults
-from batchgen.sampling_params import SamplingParams
-from batchgen.seeds import row_seed
-from batchgen.tokenizer import Tokenizer, tokenizer_of
+from batchgen.caller import Caller, chat_options
+from batchgen.config import EngineConfig
+from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats
+from batchgen.errors import ConfigError
+from batchgen.job_api import run_job
+from batchgen.outputs import BeamSearchOutput, RequestOutput, ScoreOutput
+from batchgen.prompt_forms import Messages, Prompt, Read, one_each, read_prompt, read_prompts
+from batchgen.sampling_params import BeamSearchParams, SamplingParams
+from batchgen.scoring import make_pairs, score_output, waves
+from batchgen.stats_log import StatsLog
+from batchgen.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from batchgen.jobs.runner import JobSummary
-    from batchgen.jobs.spec import JobSpec
+__all__ = ["LLM", "run_job"]
 
-# Requests handed to the engine for each that can run: enough to keep it full, few enough for flat memory.
-_WINDOW_PER_SEQ = 4
-# How old the numbers may be that another thread sees while one generates.
-_STATS_S = 0.5
+# What `wake_up` may be asked for; both wake together.
+_TAGS = ("weights", "kv_cache")
+
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
     """A model and the engine that runs it. The engine lives in a child process and dies with this one.
 
-    May be used from several threads: calls of `generate` and `chat` run one after the other.
+    May be used from several threads, and inside a running event loop: calls run one after the other.
 
     Args:
         model: a folder with safetensors, a .gguf file, a hub id, or `package:NAME/FILE`.
@@ -45,17 +38,18 @@ class LLM:
 
     Raises:
         ConfigError, ModelError, CapacityError: before or while the model loads.
-        EngineError: from any call, once the engine has died.
+        EngineError: from any call, once the engine has died; `in_flight` then says what it was at.
     """
 
     def __init__(self, model: str, *, in_process: bool = False, **engine_args: Any):
-        self.config = EngineConfig.from_engine_args("LLM", model=str(model), **engine_args)
-        settings = self.config.model
-        self._tokenizer = _load_tokenizer(settings)
-        self._engine: EngineClient = start_engine(self.config, self._tokenizer, in_process=in_process)
-        self._num_requests = 0
-        self._is_busy = threading.Lock()
-        self._newest_stats = self._engine.stats()
+        self._caller = Caller("LLM", model, engine_args)
+        self._engine = self._caller.start(in_process)
+        self._runner = BatchRunner(self._engine, StatsLog(self.config.model.disable_log_stats))
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine arguments as they were given."""
+        return self._caller.config
 
     @property
     def info(self) -> EngineInfo:
@@ -65,7 +59,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
@@ -80,17 +74,18 @@ class LLM:
             prompts: one prompt or many.
             sampling_params: one for all or one each; default: `get_default_sampling_params`.
             use_tqdm: show a progress bar on stderr.
-            priority: one each; lower runs first under `scheduling_policy: priority`.
+            priority: one each; lower runs first. Needs `scheduling_policy: priority`.
 
         Raises:
-            ConfigError: something that is no prompt or no SamplingParams, before any prompt runs.
+            ConfigError: something that is no prompt or no SamplingParams, or more than the engine can give,
+                before any prompt runs.
         """
         return self._generate(read_prompts(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
         chat_template: str | None = None,
@@ -102,56 +97,148 @@ class LLM:
         """Answer one conversation or many, rendered by the model's chat template.
 
         Text such as "<|im_end|>" inside a message stays text; only the template writes control tokens.
+        `tools` are given to the template, which says how they are shown.
 
         Raises:
-            ConfigError: something that is no conversation.
+            ConfigError: something that is no conversation; what `generate` raises.
             InputError, TemplateError: the model has no chat template, or the template refuses a conversation;
                 says which.
         """
-        prompts: list[Read] = []
-        for number, conversation in enumerate(read_conversations(messages)):
-            try:
-                text = self._tokenizer.render_chat(
-                    _guarded(conversation, self._tokenizer.guard),
-                    chat_template=chat_template,
-                    tools=tools,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    **(chat_template_kwargs or {}),
-                )
-            except InputError as error:
-                raise type(error)(f"conversation {number}: {error}") from error
-            # The template has written the special tokens; adding them again would double the BOS.
-            ids = self._tokenizer.encode_guarded(text, add_special_tokens=False)
-            prompts.append((self._tokenizer.unguard(text), pack_ids(ids)))
-        return self._generate(prompts, sampling_params, use_tqdm)
+        options = chat_options(
+            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
+        )
+        return self._generate(self._caller.render(messages, **options), sampling_params, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences for each prompt, found inside the engine.
+
+        Raises:
+            ConfigError: something that is no prompt or no BeamSearchParams.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ConfigError(f"params must be BeamSearchParams; got {params!r:.80}")
+        outputs = self._generate(read_prompts(prompts), beam_params(params), use_tqdm)
+        return [beam_output(output, params, self._caller.tokenizer) for output in outputs]
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+    ) -> list[ScoreOutput]:
+        """How likely the model finds each continuation of its prompt; outputs in the order of continuations.
+
+        A prompt that several continuations share is computed once and read from the prefix cache after that.
+
+        Args:
+            prompts: one for all continuations, or one each.
+            continuations: texts or token ids.
+            use_tqdm: show a progress bar on stderr.
+
+        Raises:
+            ConfigError: another number of prompts than continuations, or one without tokens.
+        """
+        pairs = make_pairs(read_prompts(prompts), read_prompts(continuations), self._caller.tokenizer.encode)
+        found: dict[int, ScoreOutput] = {}
+        for numbers in waves(pairs):
+            outputs = self._generate(
+                [pairs[number].prompt for number in numbers],
+                [pairs[number].params for number in numbers],
+                use_tqdm,
+            )
+            for number, output in zip(numbers, outputs, strict=True):
+                found[number] = score_output(pairs[number], output)
+        return [found[number] for number in range(len(pairs))]
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Start prompts without waiting for them; returns their request ids.
+
+        Raises:
+            ConfigError: what `generate` raises.
+        """
+        read = read_prompts(prompts)
+        return self._runner.enqueue(self._requests(read, sampling_params, priority))
+
+    def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
+        """The outputs of all prompts enqueued since the last time, in that order."""
+        return self._runner.wait(use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer | ByteTokenizer:
         """The tokenizer that prompts go through."""
-        return self._tokenizer
+        return self._caller.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's generation_config over batchgen's defaults."""
-        return self._default_params
-
-    @cached_property
-    def _default_params(self) -> SamplingParams:
-        if self.config.model.generation_config == "none" or _is_echo(self.config.model):
-            return SamplingParams()
-        defaults = generation_defaults(resolve_model(self.config.model.model, self.config.model.revision))
-        return effective_params({}, defaults)[0]
+        return self._caller.default_params
 
     def get_metrics(self) -> EngineStats:
         """A snapshot of queues, KV blocks and counters.
 
         While another thread generates it is at most half a second or a step old, and has no block map.
         """
-        if not self._is_busy.acquire(blocking=False):
-            return self._newest_stats
-        try:
-            return self._engine.stats(with_block_map=True)
-        finally:
-            self._is_busy.release()
+        return self._runner.stats()
+
+    def in_flight(self) -> list[str]:
+        """Ids of the requests not finished; after the engine's death those that it died with."""
+        return self._engine.in_flight()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`.
+
+        Args:
+            level: 1 drops the KV cache and, on a GPU, moves the weights to host memory; 2 drops both, and
+                waking loads the model anew.
+
+        Raises:
+            ConfigError: another level.
+        """
+        check_level(level)
+        self._runner.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Be ready again after `sleep`; nothing is cached then. Does nothing when awake.
+
+        Raises:
+            ConfigError: tags for a part of the engine; it wakes whole.
+        """
+        check_tags(tags)
+        self._runner.wake_up()
+
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._runner.is_asleep
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False, and nothing done, while requests or pins use any."""
+        return self._runner.ask(self._engine.reset_prefix_cache)
+
+    def pin_prefix(self, prompt: Prompt) -> str:
+        """Keep the full blocks of a prompt in the prefix cache; returns the pin's id, for `unpin_prefix`.
+
+        Pinned blocks yield only when nothing else could run.
+
+        Raises:
+            ConfigError: no prompt, or one that cannot be served; says why.
+        """
+        request = self._caller.request(
+            read_prompt(prompt), SamplingParams(temperature=0, max_tokens=1), is_pinned=True
+        )
+        (output,) = self._runner.run(iter([request]), 1, False)
+        if output.error is not None:
+            raise ConfigError(f"the prompt cannot be pinned: {output.error.message}")
+        return request.request_id
+
+    def unpin_prefix(self, pin: str) -> bool:
+        """Let a pinned prefix go; False if it had yielded or is unknown."""
+        return self._runner.ask(self._engine.unpin_prefix, pin)
 
     def shutdown(self) -> None:
         """End the engine and free its memory."""
@@ -166,120 +253,42 @@ class LLM:
     def _generate(
         self,
         prompts: Sequence[Read],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: Params,
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
+        requests = self._requests(prompts, sampling_params, priority)
+        return self._runner.run(requests, len(prompts), use_tqdm)
+
+    def _requests(
+        self, prompts: Sequence[Read], sampling_params: Params, priority: Sequence[int] | None
+    ) -> Iterator[EngineRequest]:
+        """The requests of a call, checked as a whole and made one by one."""
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = one_each(given, len(prompts), "sampling_params", SamplingParams)
         order = one_each(0 if priority is None else priority, len(prompts), "priority", int)
-        requests = map(self._request, prompts, params, order)
-        with self._is_busy:
-            return self._run(requests, len(prompts), use_tqdm)
-
-    def _request(self, prompt: Read, params: SamplingParams, priority: int) -> EngineRequest:
-        text, packed = prompt
-        if packed is None:
-            packed = pack_ids(self._tokenizer.encode(text or ""))
-        number, self._num_requests = self._num_requests, self._num_requests + 1
-        seed = params.seed if params.seed is not None else row_seed(self.config.model.seed, 0, number)
-        return EngineRequest(
-            request_id=str(number),
-            prompt_token_ids=packed,
-            params=params,
-            seed=seed,
-            prompt=text,
-            streams=False,
-            priority=priority,
+        self._caller.check(params, self.info, has_priority=priority is not None)
+        return (
+            self._caller.request(prompt, each, priority=rank)
+            for prompt, each, rank in zip(prompts, params, order, strict=True)
         )
 
-    def _run(self, requests: Iterator[EngineRequest], total: int, use_tqdm: bool) -> list[RequestOutput]:
-        window = _WINDOW_PER_SEQ * max(1, self._engine.stats().max_num_seqs)
-        outputs: dict[str, RequestOutput | None] = {}  # in the order of the prompts
-        num_done = generated = 0
-        with (
-            self._aborting(),
-            tqdm(total=total, disable=not use_tqdm, unit="prompt", dynamic_ncols=True) as bar,
-        ):
-            while num_done < total:
-                while len(outputs) < total and len(outputs) - num_done < window:
-                    request = next(requests)
-                    outputs[request.request_id] = None
-                    self._engine.add(request)
-                for output in self._engine.poll(_STATS_S):
-                    # An interrupted call may have left a finished one behind.
-                    if not output.finished or output.request_id not in outputs:
-                        continue
-                    outputs[output.request_id] = output
-                    num_done += 1
-                    generated += sum(len(sample.token_ids) for sample in output.outputs)
-                    bar.update()
-                self._newest_stats = self._engine.stats()
-                elapsed = bar.format_dict["elapsed"]
-                if elapsed:
-                    bar.set_postfix_str(f"{generated / elapsed:.0f} tokens/s", refresh=False)
-        return [output for output in outputs.values() if output is not None]
 
-    @contextmanager
-    def _aborting(self) -> Iterator[None]:
-        """Whatever ends a call early takes its requests out of the engine: the next call starts clean."""
-        try:
-            yield
-        except BaseException:
-            with suppress(EngineError):  # a dead engine holds no requests; the first error is the one to show
-                self._engine.abort(self._engine.in_flight())
-            raise
-
-
-def run_job(
-    job: "str | Path | Mapping[str, Any] | JobSpec",
-    *,
-    overrides: Sequence[str] = (),
-    limit: int | None = None,
-    output: str | Path | None = None,
-    restart: bool = False,
-    quiet: bool = False,
-) -> "JobSummary":
-    """Run a job to its end, or go on with it where it was: what `batchgen run` does.
-
-    Args:
-        job: path of a job file, the same as a mapping, or a JobSpec.
-        overrides: "section.key=value" strings, as `--set` takes them.
-        limit: stop after so many rows.
-        output: the output folder, in place of the job's own.
-        restart: start over, dropping what an earlier run left.
-        quiet: no progress display.
+def check_level(level: int) -> None:
+    """Refuse a sleep that there is not.
 
     Raises:
-        ConfigError, InputError: the job is wrong; nothing was loaded.
-        ResumeError: the output belongs to another job, or another run holds it.
+        ConfigError: another level than 1 and 2.
     """
-    from batchgen.jobs.runner import run
-    from batchgen.jobs.spec import JobSpec, load_spec
-
-    if isinstance(job, str | Path):
-        spec = load_spec(job, overrides=overrides, limit=limit, output=output)
-    elif isinstance(job, Mapping):
-        spec = JobSpec.from_mapping(job, overrides=overrides, limit=limit, output=output)
-    else:
-        spec = job.with_overrides(overrides, limit=limit, output=output)
-    return run(spec, restart=restart, quiet=quiet)
+    if level not in (1, 2):
+        raise ConfigError(f"sleep level must be 1 or 2; got {level!r}")
 
 
-def _is_echo(settings: ModelSettings) -> bool:
-    return settings.model.startswith("echo:")
+def check_tags(tags: Sequence[str] | None) -> None:
+    """Refuse to wake a part of an engine.
 
-
-def _load_tokenizer(settings: ModelSettings) -> Tokenizer | ByteTokenizer:
-    return ByteTokenizer() if _is_echo(settings) else tokenizer_of(settings)
-
-
-def _guarded(value: Any, guard: Callable[[str], str]) -> Any:
-    """A conversation whose texts are marked as data."""
-    if isinstance(value, str):
-        return guard(value)
-    if isinstance(value, Mapping):
-        return {key: _guarded(each, guard) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_guarded(each, guard) for each in value]
-    return value
+    Raises:
+        ConfigError: other tags than all.
+    """
+    if tags is not None and set(tags) != set(_TAGS):
+        raise ConfigError(f"wake_up wakes the engine whole; leave tags out, or give {list(_TAGS)}")

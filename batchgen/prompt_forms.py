@@ -1,18 +1,28 @@
-"""What `LLM.generate` and `LLM.chat` take: every form of a prompt, checked before anything runs."""
+"""What `generate`, `chat` and their like take: every form of a prompt, checked before anything runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from batchgen.engine.messages import pack_ids
 from batchgen.errors import ConfigError, UnknownNameError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
-# A prompt as it was read: its text, its packed token ids, or both.
-Read = tuple[str | None, bytes | None]
 
-_KEYS = ("prompt", "prompt_token_ids")
+
+class Read(NamedTuple):
+    """A prompt as it was read: its text, its packed token ids, or both.
+
+    `cache_salt` keeps its blocks in the prefix cache apart from those of other salts.
+    """
+
+    text: str | None
+    ids: bytes | None = None
+    cache_salt: str | None = None
+
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _FORMS = "a text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"
 
 T = TypeVar("T")
@@ -33,6 +43,15 @@ def read_prompts(prompts: Any) -> list[Read]:
     if listed and isinstance(listed[0], Integral):
         return [_read(listed, 0)]
     return [_read(prompt, number) for number, prompt in enumerate(listed)]
+
+
+def read_prompt(prompt: Any) -> Read:
+    """The prompt of a call that takes one.
+
+    Raises:
+        ConfigError: something that is no prompt.
+    """
+    return _read(prompt, 0)
 
 
 def read_conversations(messages: Any) -> list[Messages]:
@@ -80,9 +99,9 @@ def one_each(value: T | Sequence[T], count: int, name: str, kind: type[T]) -> li
 def _read(prompt: Any, number: int) -> Read:
     prompt = _plain(prompt)
     if isinstance(prompt, str):
-        return prompt, None
+        return Read(prompt)
     if not isinstance(prompt, Mapping):
-        return None, _packed(prompt, number)
+        return Read(None, _packed(prompt, number))
     for key in prompt:
         if key not in _KEYS:
             raise UnknownNameError("key", str(key), _KEYS, f"prompt {number}")
@@ -93,7 +112,10 @@ def _read(prompt: Any, number: int) -> Read:
         )
     if text is not None and not isinstance(text, str):
         raise ConfigError(f"prompt {number}: 'prompt' must be a text; got {type(text).__name__}")
-    return text, None if ids is None else _packed(ids, number)
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ConfigError(f"prompt {number}: 'cache_salt' must be a non-empty text; got {salt!r}")
+    return Read(text, None if ids is None else _packed(ids, number), salt)
 
 
 def _packed(ids: Any, number: int) -> bytes:

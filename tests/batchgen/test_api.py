@@ -89,7 +89,9 @@ def test_a_prompt_that_cannot_be_served_is_an_output_with_an_error() -> None:
 
 
 def test_wrong_prompts_and_settings_are_refused(llm) -> None:
-    with pytest.raises(ConfigError, match="prompt 0: unknown key 'text'; known: prompt, prompt_token_ids"):
+    with pytest.raises(
+        ConfigError, match="prompt 0: unknown key 'text'; known: cache_salt, prompt, prompt_token_ids"
+    ):
         llm.generate({"text": "x"}, GREEDY, use_tqdm=False)
     with pytest.raises(ConfigError, match="needs 'prompt' or 'prompt_token_ids'"):
         llm.generate({"prompt": None}, GREEDY, use_tqdm=False)
@@ -148,10 +150,10 @@ def test_works_inside_a_running_event_loop_and_in_a_thread(llm) -> None:  # BG-3
 
 
 def test_outputs_come_whole_whatever_their_kind(monkeypatch) -> None:
-    def counting(config, tokenizer, in_process):
+    def counting(config, tokenizer, in_process, on_loading):
         return InProcessClient(EngineCore(config, CountingExecutor(config)), tokenizer)
 
-    monkeypatch.setattr("batchgen.api.start_engine", counting)
+    monkeypatch.setattr("batchgen.caller.start_engine", counting)
     bias = {ord("a"): 100}
     with LLM("echo:") as llm:
         for kind in RequestOutputKind:

@@ -1,0 +1,169 @@
+"""BatchRunner: many requests through an engine, outputs in the order of the requests; for LLM."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from tqdm.auto import tqdm
+
+from batchgen.engine.client import EngineClient
+from batchgen.engine.messages import EngineRequest, EngineStats
+from batchgen.errors import EngineError
+from batchgen.outputs import RequestOutput
+from batchgen.stats_log import StatsLog
+
+# Requests handed to the engine for each that can run: enough to keep it full, few enough for flat memory.
+_WINDOW_PER_SEQ = 4
+# How old the numbers may be that another thread sees while one generates.
+_STATS_S = 0.5
+
+T = TypeVar("T")
+
+
+class BatchRunner:
+    """The one who talks to an engine for all threads of a caller; their calls run one after the other.
+
+    Args:
+        engine: a started engine.
+        stats_log: gets a snapshot now and then while requests run.
+    """
+
+    def __init__(self, engine: EngineClient, stats_log: StatsLog):
+        self.engine = engine
+        self._stats_log = stats_log
+        self._is_busy = threading.Lock()
+        self._newest_stats = engine.stats()
+        self._is_asleep = False
+        self._enqueued: dict[str, RequestOutput | None] = {}
+
+    def run(self, requests: Iterator[EngineRequest], total: int, use_tqdm: bool) -> list[RequestOutput]:
+        """Hand `total` requests over as there is room, and wait for all.
+
+        Whatever ends it early takes its requests out of the engine.
+
+        Raises:
+            EngineError: the engine died, or sleeps.
+        """
+        with self._is_busy, self._bar(total, use_tqdm) as bar:
+            self._check_awake()
+            outputs: dict[str, RequestOutput | None] = {}  # in the order of the requests
+            window = _WINDOW_PER_SEQ * max(1, self.engine.stats().max_num_seqs)
+            num_done = 0
+            with self._aborting(outputs):
+                while num_done < total:
+                    while len(outputs) < total and len(outputs) - num_done < window:
+                        request = next(requests)
+                        self.engine.add(request)
+                        outputs[request.request_id] = None
+                    num_done += self._take(outputs, bar)
+        return [output for output in outputs.values() if output is not None]
+
+    def enqueue(self, requests: Iterable[EngineRequest]) -> list[str]:
+        """Hand requests over without waiting for them; `wait` gives their outputs."""
+        with self._is_busy:
+            self._check_awake()
+            ids = []
+            for request in requests:
+                self.engine.add(request)
+                self._enqueued[request.request_id] = None
+                ids.append(request.request_id)
+            return ids
+
+    def wait(self, use_tqdm: bool) -> list[RequestOutput]:
+        """The outputs of all that was enqueued since the last time, in that order."""
+        with self._is_busy, self._bar(len(self._enqueued), use_tqdm) as bar:
+            self._check_awake()
+            with self._aborting(self._enqueued):
+                bar.update(sum(output is not None for output in self._enqueued.values()))
+                while None in self._enqueued.values():
+                    self._take(self._enqueued, bar)
+            outputs, self._enqueued = self._enqueued, {}
+        return [output for output in outputs.values() if output is not None]
+
+    def ask(self, command: Callable[..., T], *arguments: object) -> T:
+        """Call one of the engine's methods when no other thread does."""
+        with self._is_busy:
+            return command(*arguments)
+
+    def sleep(self, level: int) -> None:
+        """Put the engine to sleep."""
+        self.ask(self.engine.sleep, level)
+        self._is_asleep = True
+
+    def wake_up(self) -> None:
+        """Wake the engine; nothing happens if it is awake."""
+        if self._is_asleep:
+            self.ask(self.engine.wake_up)
+            self._is_asleep = False
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._is_asleep
+
+    def stats(self) -> EngineStats:
+        """A snapshot: of this moment, or as another thread that is running requests saw it last."""
+        if not self._is_busy.acquire(blocking=False):
+            return self._newest_stats
+        try:
+            return self.engine.stats(with_block_map=True)
+        finally:
+            self._is_busy.release()
+
+    def _take(self, outputs: dict[str, RequestOutput | None], bar: "_Bar") -> int:
+        """Take in what has finished; how many of `outputs` that was."""
+        count = 0
+        for output in self.engine.poll(_STATS_S):
+            if not output.finished:
+                continue
+            if output.request_id in outputs:
+                outputs[output.request_id] = output
+                count += 1
+                bar.add(output)
+            elif output.request_id in self._enqueued:
+                self._enqueued[output.request_id] = output
+            # Otherwise an interrupted call has left it behind.
+        self._newest_stats = self.engine.stats()
+        self._stats_log.see(self._newest_stats)
+        return count
+
+    def _check_awake(self) -> None:
+        if self._is_asleep:
+            raise EngineError("the engine sleeps; call wake_up() first")
+
+    @contextmanager
+    def _bar(self, total: int, use_tqdm: bool) -> "Iterator[_Bar]":
+        with tqdm(total=total, disable=not use_tqdm, unit="prompt", dynamic_ncols=True) as bar:
+            yield _Bar(bar)
+
+    @contextmanager
+    def _aborting(self, outputs: dict[str, RequestOutput | None]) -> Iterator[None]:
+        """Whatever ends a call early takes its requests out of the engine: the next call starts clean."""
+        try:
+            yield
+        except BaseException:
+            ids = [request_id for request_id, output in outputs.items() if output is None]
+            with suppress(EngineError):  # a dead engine computes nothing; the first error is the one to show
+                self.engine.abort(ids)
+            if outputs is self._enqueued:
+                self._enqueued = {}
+            raise
+
+
+class _Bar:
+    """The progress bar: prompts done, and tokens a second."""
+
+    def __init__(self, bar: "tqdm[None]"):
+        self._bar = bar
+        self._num_tokens = 0
+
+    def update(self, count: int) -> None:
+        self._bar.update(count)
+
+    def add(self, output: RequestOutput) -> None:
+        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        self._bar.update()
+        elapsed = self._bar.format_dict["elapsed"]
+        if elapsed:
+            self._bar.set_postfix_str(f"{self._num_tokens / elapsed:.0f} tokens/s", refresh=False)
