@@ -192,3 +192,15 @@ def check_attention(
         raise KernelError(f"attention: window must be 1 or more; got {window}")
     if soft_cap is not None and not soft_cap > 0:
         raise KernelError(f"attention: soft_cap must be above 0; got {soft_cap}")
+
+
+def check_logits(op: str, logits: Tensor, device: str) -> None:
+    """Want logits [R, V] float32 with dense rows, V at least 1."""
+    shape = logits.shape
+    if len(shape) != 2 or not shape[1] or logits.stride()[1] != 1 or logits.dtype is not torch.float32:
+        raise ShapeError(
+            f"{op}: logits must be [R, V] float32 with dense rows; got {list(shape)} {logits.dtype} "
+            f"strides {logits.stride()}"
+        )
+    if not _is_at(device, logits):
+        raise DeviceError(f"{op}: logits must be on {device}; got {logits.device}")

@@ -223,7 +223,7 @@ class Kernels:
 
         Returns: [R] int64 on the CPU; -1 for a row that holds a NaN or whose largest logit is infinite.
         """
-        sampling.check_logits("sample", logits, self.home.device)
+        checks.check_logits("sample", logits, self.home.device)
         sampling.check_draws(logits, draws)
         return self._sample(logits, draws)
 
@@ -234,7 +234,7 @@ class Kernels:
             int64, how many of the likeliest a row wants, 0 to V.
         Raises: KernelError if an id or a number is out of range.
         """
-        sampling.check_logits("score_tokens", logits, self.home.device)
+        checks.check_logits("score_tokens", logits, self.home.device)
         sampling.check_asked(logits, tokens, num_top)
         return self._score_tokens(logits, tokens, num_top)
 
@@ -244,7 +244,7 @@ class Kernels:
         Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1 for repetition; presence and frequency as
             OpenAI's interface defines them, over drawn tokens only.
         """
-        sampling.check_logits("penalise", logits, self.home.device)
+        checks.check_logits("penalise", logits, self.home.device)
         sampling.check_penalties(logits, penalties)
         self._penalise(logits, penalties)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchgen.errors import DeviceError, KernelError, ShapeError
+from batchgen.errors import KernelError, ShapeError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +72,6 @@ class Scores:
     ranks: Tensor
     top_ids: Tensor
     top_values: Tensor
-
-
-def check_logits(op: str, logits: Tensor, device: str) -> None:
-    """Want logits [R, V] float32 with dense rows, V at least 1."""
-    shape = logits.shape
-    if len(shape) != 2 or not shape[1] or logits.stride()[1] != 1 or logits.dtype is not torch.float32:
-        raise ShapeError(
-            f"{op}: logits must be [R, V] float32 with dense rows; got {list(shape)} {logits.dtype} "
-            f"strides {logits.stride()}"
-        )
-    if logits.device.type != device:
-        raise DeviceError(f"{op}: logits must be on {device}; got {logits.device}")
 
 
 def check_columns(op: str, dtype: torch.dtype, shape: tuple[int, ...], **tensors: Tensor) -> None:
