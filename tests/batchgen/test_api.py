@@ -1,16 +1,25 @@
 import asyncio
+import logging
+import math
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 import batchgen
-from batchgen import LLM, SamplingParams
+from batchgen import LLM, BeamSearchParams, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from batchgen.beams import beam_output
 from batchgen.counting import CountingExecutor
 from batchgen.engine.core import EngineCore
 from batchgen.engine.in_process import InProcessClient
-from batchgen.errors import ConfigError
-from batchgen.sampling_params import RequestOutputKind
+from batchgen.engine.messages import EngineStats
+from batchgen.errors import ConfigError, EngineError
+from batchgen.prompt_forms import Read
+from batchgen.scoring import Pair, make_pairs, waves
+from batchgen.stats_log import StatsLog, stats_line
+from batchgen.testing import ByteTokenizer
+from batchgen.tokenizer.chat import ChatTemplate
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
@@ -225,3 +234,167 @@ def test_public_names_are_shown_and_unknown_ones_refused() -> None:
     assert set(batchgen.__all__) <= set(dir(batchgen))
     with pytest.raises(AttributeError, match="no attribute 'LLMM'"):
         batchgen.LLMM  # noqa: B018
+
+
+def test_priorities_that_nobody_would_look_at_are_refused(llm) -> None:
+    with pytest.raises(ConfigError, match="priority has no effect under scheduling_policy: fcfs"):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[1, 0])
+    with LLM("echo:", scheduling_policy="priority") as ranked:
+        assert len(ranked.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[1, 0])) == 2
+
+
+def test_parameters_beyond_the_engine_are_refused_before_anything_runs(llm) -> None:
+    before = llm.get_metrics().num_requests_finished
+    for params, words in [
+        (SamplingParams(logprobs=21), "'logprobs' is 21, but the engine gives at most 20"),
+        (SamplingParams(allowed_token_ids=[258]), "'allowed_token_ids' has token id 258"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            llm.generate(["a", "b"], [GREEDY, params], use_tqdm=False)
+    assert llm.get_metrics().num_requests_finished == before
+
+
+def test_enqueued_prompts_are_waited_for_together(llm) -> None:
+    first = llm.enqueue(["one", "two"], GREEDY)
+    (between,) = llm.generate("between", SamplingParams(temperature=0, max_tokens=7), use_tqdm=False)
+    second = llm.enqueue("three", GREEDY)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == first + second
+    assert [output.prompt for output in outputs] == ["one", "two", "three"]
+    assert between.outputs[0].text == "between"
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+def test_sleep_and_wake_up() -> None:
+    with LLM("echo:") as llm:
+        llm.sleep(level=2)
+        assert llm.is_sleeping()
+        for call in (lambda: llm.generate("x", GREEDY, False), lambda: llm.enqueue("x", GREEDY)):
+            with pytest.raises(EngineError, match="the engine sleeps; call wake_up"):
+                call()
+        llm.wake_up()
+        llm.wake_up()
+        assert not llm.is_sleeping()
+        assert texts(llm.generate("x", SamplingParams(temperature=0, max_tokens=1), False)) == ["x"]
+        assert llm.reset_prefix_cache()
+        with pytest.raises(ConfigError, match="sleep level must be 1 or 2; got 0"):
+            llm.sleep(0)
+
+
+def test_one_line_of_stats_per_interval(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    caplog.set_level(logging.INFO, "batchgen")
+    for is_disabled in (False, True):
+        caplog.clear()
+        monkeypatch.setattr(StatsLog.__init__, "__defaults__", (0.05,))
+        with LLM("echo:?delay_ms=1&batch=1", disable_log_stats=is_disabled) as llm:
+            llm.generate(["hello"] * 20, GREEDY, use_tqdm=False)
+        lines = [record.getMessage() for record in caplog.records if "tokens/s" in record.getMessage()]
+        assert bool(lines) != is_disabled
+        assert all(line.startswith("running 1, waiting ") for line in lines[:-1])
+
+
+def test_the_line_of_stats_has_all_that_moves() -> None:
+    before = EngineStats(prompt_tokens=100, generation_tokens=50, num_blocks=200)
+    now = EngineStats(
+        num_running=3, num_waiting=2, num_swapped=1, num_blocks=200, num_used_blocks=50, prompt_tokens=300,
+        generation_tokens=150, prefix_cache_queries=200, prefix_cache_hits=50, num_preemptions=4,
+        num_draft_tokens=80, num_accepted_tokens=60,
+    )  # fmt: skip
+    assert stats_line(before, now, 10) == (
+        "running 3, waiting 2, swapped 1; prompt 20.0 tokens/s, generation 10.0 tokens/s; "
+        "KV cache 25.0 % used; prefix cache 25.0 % hits; preemptions 4; speculation 75.0 % of 80 drafts accepted"
+    )
+    assert stats_line(before, before, 10) == (
+        "running 0, waiting 0, swapped 0; prompt 0.0 tokens/s, generation 0.0 tokens/s; KV cache 0.0 % used"
+    )
+
+
+def test_tools_reach_the_template() -> None:
+    class Tokenizer(ByteTokenizer):
+        def render_chat(self, messages, *, chat_template=None, **options):
+            return ChatTemplate(TOOLS_TEMPLATE, {}).render(messages, **options)
+
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    with LLM("echo:") as llm:
+        llm._caller.tokenizer = Tokenizer()
+        (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, False, tools=tools)
+        assert output.prompt == "tools: weather|hi|"
+        (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, False)
+        assert output.prompt == "hi|"
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}tools: {% for tool in tools %}{{ tool.function.name }}{% endfor %}|{% endif %}"
+    "{% for message in messages %}{{ message.content }}|{% endfor %}"
+)
+
+
+def test_scores_come_in_the_order_of_the_continuations(llm) -> None:
+    outputs = llm.score(["ab", "cd", "ab"], ["x", "yz", [7, 8, 9]], use_tqdm=False)
+    assert [output.token_ids for output in outputs] == [list(b"x"), list(b"yz"), [7, 8, 9]]
+    assert [len(output.token_logprobs) for output in outputs] == [1, 2, 3]
+    assert all(output.logprob == 0.0 and output.is_greedy for output in outputs), "an echo is certain"
+    assert [len(output.prompt_token_ids) for output in outputs] == [3, 3, 3]
+    both = llm.score("ab", ["x", "y"], use_tqdm=False)
+    assert [output.token_ids for output in both] == [[120], [121]]
+
+
+def test_pairs_that_cannot_be_scored_are_refused(llm) -> None:
+    with pytest.raises(ConfigError, match="2 prompts for 3 continuations"):
+        llm.score(["a", "b"], ["x", "y", "z"], use_tqdm=False)
+    with pytest.raises(ConfigError, match="pair 1: the continuation has no tokens"):
+        llm.score(["a", "b"], ["x", ""], use_tqdm=False)
+    with pytest.raises(ConfigError, match="pair 0: the prompt has no tokens"):
+        llm.score([[]], [[1]], use_tqdm=False)
+
+
+def test_a_score_that_the_engine_refuses_says_so() -> None:
+    with LLM("echo:", max_model_len=8) as llm:
+        good, bad = llm.score("ab", ["x", "y" * 20], use_tqdm=False)
+    assert good.error is None
+    assert (bad.error.code, bad.token_logprobs, math.isnan(bad.logprob)) == ("prompt_too_long", [], True)
+
+
+def test_pairs_of_one_prompt_go_after_the_first_of_it() -> None:
+    pairs = [Pair([1, 2, number], 2) for number in range(3)] + [Pair([5, 6, 7], 1)]
+    assert list(waves(pairs)) == [[0, 3], [1, 2]]
+
+
+def test_a_token_over_the_seam_belongs_to_the_continuation() -> None:
+    def encode(text: str, **options: Any) -> list[int]:  # pairs of letters are one token
+        return [ord(text[at]) * 1000 + ord(text[at + 1 : at + 2] or "\0") for at in range(0, len(text), 2)]
+
+    (pair,) = make_pairs([Read("abc")], [Read("de")], encode)
+    assert (pair.start, pair.ids) == (1, encode("abcde"))
+
+
+def test_beams_in_vllms_form(llm) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    (output,) = llm.beam_search("abcdef", params)
+    assert [sequence.text for sequence in output.sequences] == ["abcdefabcd"] * 2
+    first = output.sequences[0]
+    assert (len(first.tokens), first.num_prompt_tokens, first.finish_reason) == (11, 7, "length")
+    assert len(first.logprobs) == 4
+    with pytest.raises(ConfigError, match="params must be BeamSearchParams"):
+        llm.beam_search("a", GREEDY)
+    with pytest.raises(ConfigError, match="'use_beam_search' needs temperature: 0"):
+        llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=4, temperature=0.5))
+    (bad,) = llm.beam_search([[]], params)
+    assert (bad.sequences, bad.error.code) == ([], "empty_prompt")
+
+
+def test_the_end_of_a_beam_is_left_out_unless_asked_for() -> None:
+    sample = CompletionOutput(0, "hi", [104, 105, 257], cumulative_logprob=-1.5, finish_reason="stop")
+    output = RequestOutput("a", "a", [97], [sample], finished=True)
+    for keeps, tokens in ((False, [97, 104, 105]), (True, [97, 104, 105, 257])):
+        params = BeamSearchParams(beam_width=1, max_tokens=4, include_stop_str_in_output=keeps)
+        (sequence,) = beam_output(output, params, ByteTokenizer()).sequences
+        assert (sequence.tokens, sequence.text, sequence.cum_logprob) == (tokens, "ahi", -1.5)
+
+
+def test_pins_are_named(llm) -> None:
+    pin = llm.pin_prefix("a long prefix")
+    assert isinstance(pin, str)
+    assert llm.unpin_prefix("unknown") is False
+    with pytest.raises(ConfigError, match="cannot be pinned: the prompt has no tokens"):
+        llm.pin_prefix([])
