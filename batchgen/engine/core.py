@@ -5,19 +5,21 @@ import os
 import time
 import weakref
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 
-from batchgen.config import EngineConfig
+from batchgen.config import EngineConfig, ModelSettings
 from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.detokenizer import Decoder
 from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, Limits, SampleOutput
 from batchgen.engine.metrics import snapshot
 from batchgen.engine.policy import POLICIES
 from batchgen.engine.prefix_cache import cache_root
 from batchgen.engine.request_table import RequestTable
 from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.speculation import Speculation
 from batchgen.engine.watchdog import Watchdog
-from batchgen.errors import ConfigError, EngineError
+from batchgen.errors import BatchgenError, ConfigError, EngineError
 from batchgen.outputs import FailureCode, RowFailure
 from batchgen.worker.executor import Executor
 
@@ -62,6 +64,7 @@ class EngineCore:
             pid=os.getpid(),
         )
         self.is_paused = False
+        self._tokenizer = cache(partial(_load_tokenizer, config.model))
         self._kv_dtype = str(resolved["kv_cache_dtype"])
         self._blocks = BlockManager(
             loaded.num_blocks,
@@ -70,6 +73,7 @@ class EngineCore:
             num_cpu_blocks=loaded.num_cpu_blocks,
             enable_prefix_caching=resolved["enable_prefix_caching"],
         )
+        ngram = config.speculative.ngram
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=resolved["max_num_seqs"],
@@ -78,6 +82,8 @@ class EngineCore:
             vocab_size=loaded.vocab_size,
             eos_token_ids=eos_token_ids,
             rank=POLICIES[resolved["scheduling_policy"]],
+            speculation=None if ngram is None else Speculation(ngram),
+            decoder=self._tokenizer,
         )
         # The watching thread must not keep the model alive: it knows only the table of requests.
         self._watchdog = Watchdog(partial(_describe_running, self._scheduler.table))
@@ -98,6 +104,8 @@ class EngineCore:
             failure = RowFailure(
                 FailureCode.INVALID_PARAMETER, f"{unbuilt} are not built yet; leave them out"
             )
+        elif request.params.use_beam_search and request.params.stop:
+            failure = self._cannot_decode()
         root = cache_root(cache_salt=request.cache_salt, features=request.features, kv_dtype=self._kv_dtype)
         self._scheduler.add(request, root, failure)
 
@@ -156,13 +164,23 @@ class EngineCore:
         finally:
             self._watchdog.end()
         outputs = self._scheduler.update(result)
-        self._scheduler.counters.step_time_s += time.perf_counter() - started
+        self._scheduler.step_ended(plan, result, time.perf_counter() - started)
         return outputs
 
     def shutdown(self) -> None:
         """Free the model. May be called twice."""
         self._watchdog.stop()
         self.executor.shutdown()
+
+    def _cannot_decode(self) -> RowFailure | None:
+        """Why stop strings cannot be looked for here; None if they can, with the tokenizer loaded."""
+        try:
+            self._tokenizer()
+        except (BatchgenError, OSError, ValueError) as error:
+            return RowFailure(
+                FailureCode.INVALID_PARAMETER, f"stop strings of a beam search need the tokenizer: {error}"
+            )
+        return None
 
     def _fail_stuck(self) -> list[SampleOutput]:
         """End the request for which nothing can be scheduled though nothing is under way."""
@@ -191,6 +209,13 @@ class EngineCore:
                 capacity,
                 self.info.max_model_len,
             )
+
+
+def _load_tokenizer(settings: ModelSettings) -> Decoder:
+    # Most engines never need it: texts are the caller's.
+    from batchgen.tokenizer import tokenizer_of
+
+    return tokenizer_of(settings)
 
 
 def _describe_running(table: RequestTable) -> str:

@@ -1,6 +1,7 @@
 """Drafting: lengthens sequences of a step by drafted tokens, out of what the step has left over. No torch."""
 
 from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.metrics import Counters
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.speculation import Speculation
 from batchgen.engine.step import StepBuilder
@@ -13,8 +14,9 @@ class Drafting:
     they leave of blocks is given back when they are judged. So they never cause a preemption.
     """
 
-    def __init__(self, speculation: Speculation, blocks: BlockManager):
+    def __init__(self, speculation: Speculation, blocks: BlockManager, counters: Counters):
         self.speculation = speculation
+        speculation.choices = counters.choices
         self._blocks = blocks
 
     def extend(self, step: StepBuilder) -> None:

@@ -79,7 +79,7 @@ class Scheduler:
         self.decoder = decoder
         self.counters = Counters()
         self.table = RequestTable(blocks, self.counters, rank)
-        self.drafting = None if speculation is None else Drafting(speculation, blocks)
+        self.drafting = None if speculation is None else Drafting(speculation, blocks, self.counters)
         self.pins = Pins(blocks, self.counters)
         swapper = Swapper(blocks)
         self._admission = Admission(
@@ -176,6 +176,12 @@ class Scheduler:
         """Take in the tokens that a step drew, and tell what is new since the last call."""
         self._intake.take(self._in_flight.pop(result.step), result)
         return self.table.outbox.take()
+
+    def step_ended(self, step: SchedulerOutput, result: StepResult, seconds: float) -> None:
+        """Be told how long a step took, its scheduling left out."""
+        self.counters.step_time_s += seconds
+        if self.drafting is not None:
+            self.drafting.speculation.step_ended(step.num_tokens, len(result.token_ids), seconds)
 
     def take_outputs(self) -> list[SampleOutput]:
         """What is to be told although no step has ended: refusals and failures."""

@@ -57,21 +57,16 @@ class Speculation:
     """Drafts by prompt lookup, as far as they pay.
 
     Attributes:
-        num_draft_tokens, num_accepted_tokens: since the start.
+        choices: where steps are counted as `draft`, `draft_trial` or `draft_not`.
 
     Args:
         settings: how to look up, and how far to draft.
-        choices: where steps are counted as `draft`, `draft_trial` or `draft_not`.
         times: the cost model.
     """
 
-    def __init__(
-        self, settings: NgramSettings, choices: "Counter[str] | None" = None, times: StepTimes | None = None
-    ):
+    def __init__(self, settings: NgramSettings, times: StepTimes | None = None):
         self.settings = settings
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
-        self._choices: Counter[str] = Counter() if choices is None else choices
+        self.choices: Counter[str] = Counter()
         self._times = MeasuredTimes() if times is None else times
         # Before anything is known every other one is hoped for.
         self._all = Acceptance(4.0, 8.0)
@@ -113,8 +108,6 @@ class Speculation:
 
     def judged(self, seq_id: int, num_drafted: int, num_accepted: int) -> None:
         """Be told how many drafted tokens of a sequence were accepted."""
-        self.num_draft_tokens += num_drafted
-        self.num_accepted_tokens += num_accepted
         self._all.add(num_drafted, num_accepted, _KEPT_OF_ALL)
         own = self._own.setdefault(seq_id, Acceptance())
         own.add(num_drafted, num_accepted, _KEPT_OF_OWN)
@@ -173,10 +166,10 @@ class Speculation:
     def _note(self, num_drafted: int, num_rows: int, is_trial: bool) -> None:
         """Count what this step does, and set the time of the next trial."""
         if num_drafted == 0:
-            self._choices["draft_not"] += 1
+            self.choices["draft_not"] += 1
             self._num_since_plain = 0
             return
-        self._choices["draft_trial" if is_trial else "draft"] += 1
+        self.choices["draft_trial" if is_trial else "draft"] += 1
         self._num_since_plain += 1
         if not is_trial:
             self._drafts_per_row += 0.1 * (num_drafted / num_rows - self._drafts_per_row)

@@ -25,8 +25,7 @@ def proportional(num_tokens: int) -> float:
 
 def run(num_rows: int, num_steps: int, seconds: Any, *, accept: Any, repeats: bool = True) -> Any:
     """Steps of an engine whose sequences end as before; `accept(index, drafts)` tells how many are right."""
-    choices: Counter[str] = Counter()
-    speculation = Speculation(SETTINGS, choices)
+    speculation = Speculation(SETTINGS)
     tokens = array("i", [1, 2, 3, 4, 5, 6, 1, 2, 3] if repeats else range(9))
     sequences = [SimpleNamespace(seq_id=index, token_ids=tokens) for index in range(num_rows)]
     spent, made = 0.0, 0
@@ -43,7 +42,7 @@ def run(num_rows: int, num_steps: int, seconds: Any, *, accept: Any, repeats: bo
                 made += num_accepted
                 speculation.judged(index, len(draft), num_accepted)
     plain_rate = num_rows / seconds(num_rows)
-    return SimpleNamespace(choices=choices, speedup=made / spent / plain_rate, speculation=speculation)
+    return SimpleNamespace(choices=speculation.choices, speedup=made / spent / plain_rate)
 
 
 def everything(index: int, num_drafted: int) -> int:
@@ -58,7 +57,6 @@ def test_a_small_batch_drafts() -> None:
     ran = run(1, 400, memory_bound, accept=everything)
     assert ran.choices["draft"] > 380
     assert ran.speedup > 4.5
-    assert ran.speculation.num_draft_tokens == ran.speculation.num_accepted_tokens > 1500
 
 
 def test_a_large_batch_does_not_and_trying_costs_nothing_that_could_be_measured() -> None:
