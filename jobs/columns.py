@@ -1,6 +1,6 @@
 """OutputColumns: the columns of the output, and row results made into batches of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -8,10 +8,14 @@ import pyarrow as pa
 
 from batchgen.errors import ConfigError
 from batchgen.jobs.arrays import join_batches, sorted_metadata, take_rows
+from batchgen.jobs.logprob_arrays import POSITIONS, logprob_array, nested_logprob_array
 from batchgen.jobs.row import RowResult, Sample
+from batchgen.logprobs import FlatLogprobs
 from batchgen.outputs import FinishReason
 
 _ERROR = pa.struct([("code", pa.string()), ("message", pa.string())])
+# Columns that are there when asked for, in this order.
+EXTRAS = ("valid", "logprobs", "prompt_logprobs")
 # Said on a row whose generated text could not be written as it was.
 SURROGATES_REPLACED = "lone surrogates in the generated text were replaced by U+FFFD"
 
@@ -23,24 +27,32 @@ class OutputColumns:
     `finish_reason`, `num_input_tokens`, `num_generated_tokens`, `error`, `warnings`. With more than one
     sample a row, the columns of a sample (text, reason, generated tokens) are lists. A row that failed before
     the engine has no text (null), the reason "error" and null token counts; of several samples, the reason
-    for each, and null lists.
+    for each, and null lists. `valid`, `logprobs` and `prompt_logprobs` are there when asked for.
 
     Args:
         source: schema of the pass-through columns.
         source_files: names of the source's files, by ordinal.
         num_samples: samples a row (`n`).
         prefix: put before our own names.
+        extras: which of `EXTRAS` there are.
 
     Raises:
         ConfigError: a source column has a name of ours.
     """
 
     def __init__(
-        self, source: pa.Schema, source_files: Sequence[str], *, num_samples: int = 1, prefix: str = ""
+        self,
+        source: pa.Schema,
+        source_files: Sequence[str],
+        *,
+        num_samples: int = 1,
+        prefix: str = "",
+        extras: Collection[str] = (),
     ):
         self.source = source
         self.source_files = tuple(source_files)
         self.num_samples = num_samples
+        self.extras = tuple(name for name in EXTRAS if name in extras)
         self.row_index = f"{prefix}row_index"
         self.source_file = f"{prefix}source_file"
         self.source_row = f"{prefix}source_row"
@@ -60,6 +72,7 @@ class OutputColumns:
             pa.field(self.num_generated_tokens, self._each_sample(pa.int32())),
             pa.field(self.error, _ERROR),
             pa.field(f"{prefix}warnings", pa.list_(pa.string())),
+            *(pa.field(f"{prefix}{name}", self._extra_type(name)) for name in self.extras),
         ]
         _refuse_clashes({field.name for field in before + after}, source.names, prefix)
         fields = [*before, *source, *after]
@@ -102,8 +115,25 @@ class OutputColumns:
             pa.array(
                 [_warnings(result, i in replaced) for i, result in enumerate(results)], pa.list_(pa.string())
             ),
+            *(self._extra(name, results) for name in self.extras),
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+    def _extra_type(self, name: str) -> Any:
+        if name == "prompt_logprobs":
+            return POSITIONS
+        return self._each_sample(pa.bool_() if name == "valid" else POSITIONS)
+
+    def _extra(self, name: str, results: Sequence[RowResult]) -> Any:
+        if name == "valid":
+            return pa.array([self._samples(result, _valid) for result in results], self._extra_type(name))
+        if name == "prompt_logprobs":
+            return logprob_array([result.prompt_logprobs for result in results])
+        if self.num_samples == 1:
+            return logprob_array([self._samples(result, _logprobs) for result in results])
+        return nested_logprob_array(
+            [[sample.logprobs for sample in result.samples] or None for result in results]
+        )
 
     def _each_sample(self, kind: Any) -> Any:
         return pa.list_(kind) if self.num_samples > 1 else kind
@@ -127,6 +157,14 @@ def _text(sample: Sample) -> str:
 
 def _reason(sample: Sample) -> str:
     return sample.finish_reason
+
+
+def _valid(sample: Sample) -> bool | None:
+    return sample.valid
+
+
+def _logprobs(sample: Sample) -> FlatLogprobs | None:
+    return sample.logprobs
 
 
 def _num_generated(sample: Sample) -> int:

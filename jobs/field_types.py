@@ -54,6 +54,9 @@ def field_type(annotation: Any) -> Any:
         return _LEAVES[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
+        if len([each for each in arguments if each is not types.NoneType]) > 1:
+            # One message of the class that has the rule says more than one for each type.
+            return Any
         return Union[tuple(field_type(argument) for argument in arguments)]  # noqa: UP007
     if origin is tuple:
         return Annotated[tuple[field_type(arguments[0]), ...], BeforeValidator(_as_list)]  # type: ignore[misc]

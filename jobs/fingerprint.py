@@ -26,6 +26,10 @@ _FREE = frozenset(
         "engine.kv_cache_memory_bytes",
         "engine.gpu_memory_utilization",
         "engine.enable_prefix_caching",
+        "engine.speculative",
+        "engine.delay_factor",
+        "engine.max_logprobs",
+        "engine.disable_log_stats",
         "engine.swap_space",
         "engine.max_num_seqs",
         "engine.max_num_batched_tokens",
@@ -75,6 +79,7 @@ def fingerprint(
     fields["model.chat_template"] = spec.chat_template_text()
     # The template's content is compared, the file's name is not; effective parameters stand for those given.
     fields |= {f"sampling.{name}": value for name, value in sampling.items()}
+    fields["sampling.structured_outputs"] = _in_order(sampling.get("structured_outputs"))
     fields["sampling.seed"] = spec.sampling.job_seed
     fields["sampling.seed_column"] = spec.sampling.seed_column
     fields |= {f"model{_FILE}{name}": value for name, value in model.items()}
@@ -127,6 +132,13 @@ def check_same_job(manifest: Manifest, current: Mapping[str, Any], output: objec
 def digest(fields: Mapping[str, Any]) -> str:
     """A short name for a fingerprint."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _in_order(grammar: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A schema as text: the order of its properties is that of the texts, and JSON objects have none."""
+    if grammar is None or not isinstance(schema := grammar.get("json"), Mapping):
+        return grammar
+    return {**grammar, "json": json.dumps(schema)}
 
 
 def _counts(key: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from batchgen.config import EngineConfig
 from batchgen.echo import EchoOptions
 from batchgen.errors import ConfigError
-from batchgen.jobs.columns import OutputColumns
+from batchgen.jobs.columns import EXTRAS, OutputColumns
 from batchgen.jobs.fingerprint import fingerprint
 from batchgen.jobs.manifest import Manifest
 from batchgen.jobs.prompts import PromptRenderer
@@ -69,6 +69,8 @@ def prepare(spec: JobSpec, stored: Manifest | None = None) -> PreparedJob:
     with spec.placing_errors("model"):
         tokenizer, model_identity, defaults = _open_model(config)
     params, origins = _sampling(spec, defaults)
+    with spec.placing_errors("sampling"):
+        _check_grammar(params, tokenizer)
     with spec.placing_errors():
         source = open_source(spec.input, spec.base_dir, None if stored is None else stored.source)
         columns = OutputColumns(
@@ -76,6 +78,7 @@ def prepare(spec: JobSpec, stored: Manifest | None = None) -> PreparedJob:
             [file.name for file in source.files],
             num_samples=params.n,
             prefix=spec.output.prefix,
+            extras=extra_columns(params.to_mapping()),
         )
     prepared = PreparedJob(
         spec=spec,
@@ -117,10 +120,28 @@ def _sampling(spec: JobSpec, defaults: Mapping[str, Any]) -> tuple[SamplingParam
     from batchgen.sampling_defaults import effective_params
 
     params, origins = effective_params(spec.sampling.given_params(), defaults)
-    if params.n > 1 and params.is_greedy:
+    if params.n > 1 and params.is_greedy and not params.use_beam_search:
         raise ConfigError(
             f"sampling.n: {params.n} samples at temperature {params.temperature:g} "
             f"({origins['temperature']}) are {params.n} copies; raise sampling.temperature or set n: 1"
         )
     # Every row brings its seed, and only whole rows are stored.
     return replace(params, seed=None, output_kind=RequestOutputKind.FINAL_ONLY), origins
+
+
+def _check_grammar(params: SamplingParams, tokenizer: Any) -> None:
+    """Refuse a grammar that no row could be held to."""
+    if params.structured_outputs is None:
+        return
+    from batchgen.structured.grammars import Grammars
+    from batchgen.structured.vocabulary import Vocabulary
+
+    reason = Grammars(Vocabulary(tokenizer, tokenizer.eos_token_ids)).refusal(params.structured_outputs)
+    if reason is not None:
+        raise ConfigError(f"sampling.{reason}")
+
+
+def extra_columns(sampling: Mapping[str, Any]) -> list[str]:
+    """Which of the output's `EXTRAS` there are, by what the sampling parameters ask for."""
+    wanted = {"valid": "structured_outputs"}
+    return [name for name in EXTRAS if sampling.get(wanted.get(name, name)) is not None]

@@ -1,5 +1,7 @@
 """RequestMaker: a row -> its request to the engine, or its result when it fails before."""
 
+from dataclasses import replace
+
 from batchgen.engine.messages import EngineRequest, pack_ids
 from batchgen.jobs.prompts import PromptRenderer
 from batchgen.jobs.row import Row, RowResult
@@ -17,7 +19,9 @@ class RequestMaker:
     """
 
     def __init__(self, renderer: PromptRenderer, params: SamplingParams):
-        self._renderer, self._params = renderer, params
+        self._renderer = renderer
+        # As the output's columns are made of them.
+        self._params = replace(params, flat_logprobs=True)
         # Only a stop string must be looked for while tokens come.
         self._streams = bool(params.stop)
 

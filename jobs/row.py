@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.logprobs import FlatLogprobs
 from batchgen.outputs import RowFailure
 
 
@@ -82,11 +83,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One generated text of a row."""
+    """One generated text of a row; log probabilities and its grammar's word when they were asked for."""
 
     text: str
     finish_reason: str
     num_generated_tokens: int
+    logprobs: FlatLogprobs | None = None
+    valid: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +101,4 @@ class RowResult:
     num_input_tokens: int = 0
     failure: RowFailure | None = None
     warnings: tuple[str, ...] = ()
+    prompt_logprobs: FlatLogprobs | None = None

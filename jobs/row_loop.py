@@ -9,6 +9,7 @@ from batchgen.errors import BatchgenError, InputError
 from batchgen.jobs.control import ControlServer
 from batchgen.jobs.events import EventLog
 from batchgen.jobs.feeder import RowFeeder
+from batchgen.jobs.logprob_arrays import flat
 from batchgen.jobs.monitor import Monitor
 from batchgen.jobs.row import RowResult, Sample
 from batchgen.jobs.stopping import StopFlag
@@ -38,7 +39,7 @@ class RowLoop:
         monitor: shows and logs.
         events: the event log.
         control: brings commands, or None where there is no socket.
-        num_samples: sequences a row needs (`n`).
+        num_samples: sequences a row needs (`n`, or `best_of`).
         commit_interval_s: seconds between commits.
         drain_timeout_s: seconds that rows in flight get once a stop is asked for.
     """
@@ -180,6 +181,20 @@ def check_conserved(num_read: int, num_appended: int) -> None:
 
 def _result(ready: Ready, output: RequestOutput) -> RowResult:
     samples = tuple(
-        Sample(sample.text, str(sample.finish_reason), len(sample.token_ids)) for sample in output.outputs
+        Sample(
+            sample.text,
+            str(sample.finish_reason),
+            len(sample.token_ids),
+            flat(sample.logprobs),
+            sample.valid,
+        )
+        for sample in output.outputs
     )
-    return RowResult(ready.row, samples, ready.num_input_tokens, output.error, ready.warnings)
+    return RowResult(
+        ready.row,
+        samples,
+        ready.num_input_tokens,
+        output.error,
+        ready.warnings,
+        flat(output.prompt_logprobs),
+    )

@@ -172,7 +172,7 @@ class JobRunner:
             monitor=monitor,
             events=events,
             control=control,
-            num_samples=job.params.n,
+            num_samples=job.params.num_samples,
             commit_interval_s=self._spec.output.commit_interval_s,
             drain_timeout_s=self._spec.output.drain_timeout_s,
         )

@@ -4,13 +4,18 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
 
-from pydantic import AfterValidator, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
 from batchgen.config import EngineConfig, engine_arg_homes
 from batchgen.errors import ConfigError
 from batchgen.jobs.field_types import Text, field_type
 from batchgen.jobs.section import Section, refuse
-from batchgen.sampling_params import GREEDY_BELOW, SamplingParams
+from batchgen.sampling_params import (
+    GREEDY_BELOW,
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 # Engine settings that a job file keeps elsewhere: their name here -> the key that has them.
 MOVED_ENGINE_KEYS = {
@@ -22,8 +27,11 @@ MOVED_ENGINE_KEYS = {
     "generation_config": "model.generation_config",
     "seed": "sampling.seed",
 }
+MOVED_SAMPLING_KEYS = {"truncate_prompt_tokens": "prompt.truncate"}
 # What a job decides itself: it always stores text, whole.
-_NOT_FOR_JOBS = frozenset({"output_kind", "detokenize"})
+_NOT_FOR_JOBS = frozenset(
+    {"output_kind", "detokenize", "stream_interval", "flat_logprobs", *MOVED_SAMPLING_KEYS}
+)
 
 
 def _checked(build: Callable[..., Any], name: str) -> Callable[[Any], Any]:
@@ -65,6 +73,54 @@ def _part_builder(cls: type) -> Callable[..., Any]:
     return lambda **values: cls(**required, **values)
 
 
+class PartSection(Section):
+    """A sampling parameter that has keys of its own."""
+
+    model_config = ConfigDict(populate_by_name=False)
+
+    @classmethod
+    def part(cls) -> type:
+        """The class that checks it."""
+        raise NotImplementedError
+
+    def value(self) -> Any:
+        """It as that class."""
+        names = {name: info.alias or name for name, info in type(self).model_fields.items()}
+        return self.part()(**{names[name]: value for name, value in self.given().items()})
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            self.value()
+        except ConfigError as error:
+            raise refuse("", str(error)) from None
+        return self
+
+
+def _part_section(part: type) -> type[PartSection]:
+    """A section of a settings dataclass' fields."""
+    hints = get_type_hints(part)
+    found: dict[str, Any] = {}
+    for spec in fields(part):
+        # pydantic has a method of the name `json`.
+        name = f"{spec.name}_" if hasattr(BaseModel, spec.name) else spec.name
+        found[name] = (field_type(hints[spec.name]), Field(spec.default, alias=spec.name))
+    base = type(f"_{part.__name__}Base", (PartSection,), {"part": classmethod(lambda cls: part)})
+    return create_model(f"{part.__name__}Section", __base__=base, __module__=__name__, **found)
+
+
+PARTS = {
+    "structured_outputs": _part_section(StructuredOutputsParams),
+    "repetition_detection": _part_section(RepetitionDetection),
+}
+
+
+def _sampling_fields() -> dict[str, Any]:
+    return _settings_fields(SamplingParams, SamplingParams.check_field, _NOT_FOR_JOBS | set(PARTS)) | {
+        name: (section | None, None) for name, section in PARTS.items()
+    }
+
+
 if TYPE_CHECKING:
 
     class _EngineFields(Section):
@@ -75,13 +131,14 @@ if TYPE_CHECKING:
         temperature: float = 1.0
         max_tokens: int | None = None
         seed: int | None = None
+        use_beam_search: bool = False
 else:
     _EngineFields = create_model("_EngineFields", __base__=Section, __module__=__name__, **_engine_fields())
     _SamplingFields = create_model(
         "_SamplingFields",
         __base__=Section,
         __module__=__name__,
-        **_settings_fields(SamplingParams, SamplingParams.check_field, _NOT_FOR_JOBS),
+        **_sampling_fields(),
     )
 
 
@@ -106,13 +163,17 @@ class SamplingSpec(_SamplingFields):
 
     def given_params(self) -> dict[str, Any]:
         """The `SamplingParams` fields that the job file sets."""
-        return {name: value for name, value in self.given().items() if name != "seed_column"}
+        return {
+            name: value.value() if isinstance(value, PartSection) else value
+            for name, value in self.given().items()
+            if name != "seed_column"
+        }
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.seed_column is not None and "seed" in self.model_fields_set:
             raise refuse("seed", "seed_column gives every row its own seed; leave one of the two out")
-        if "temperature" in self.model_fields_set:
+        if "temperature" in self.model_fields_set and not self.use_beam_search:
             check_copies(self.n, self.temperature)
         try:
             SamplingParams(**self.given_params())

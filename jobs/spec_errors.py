@@ -8,11 +8,14 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from batchgen.errors import nearest
-from batchgen.jobs.settings_sections import MOVED_ENGINE_KEYS
+from batchgen.jobs.settings_sections import MOVED_ENGINE_KEYS, MOVED_SAMPLING_KEYS
 from batchgen.jobs.yaml_file import KeyPath, YamlDocument
 
 # The settings classes begin their messages with the setting's name, which the key in front already gives.
-_NAMED = re.compile(r"^(?:sampling parameter|engine setting) '?(\w+)'?(?: (?=must |is )|='?[^:]*'?: )")
+_NAMED = re.compile(
+    r"^(?:sampling parameter|engine setting|structured_outputs:|repetition_detection:) "
+    r"'?([\w.]+)'?(?: (?=must |is )|='?[^:]*'?: )"
+)
 # Places that name the key by themselves.
 _OPTIONS = frozenset({"--limit", "--output"})
 # A guess in another section than the key's own must be closer than one at home.
@@ -50,8 +53,8 @@ def _line(details: Mapping[str, Any], document: YamlDocument, root: type[BaseMod
     if context.get("key"):
         path += tuple(context["key"].split("."))
     named = _NAMED.match(details["msg"])
-    if named and named.group(1) not in path:
-        path += (named.group(1),)
+    if named:
+        path += tuple(part for part in named.group(1).split(".") if part not in path)
     message = _message(details, context, path, document, root)
     key = ".".join(map(str, path))
     place = document.place(path)
@@ -97,8 +100,9 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> str:
     here = _model_at(root, path[:-1])
     if key == "max_new_tokens":
         return "the same setting as max_tokens; give one"
-    if path[0] == "engine" and key in MOVED_ENGINE_KEYS:
-        return f"belongs elsewhere: write {MOVED_ENGINE_KEYS[key]}"
+    moved = {"engine": MOVED_ENGINE_KEYS, "sampling": MOVED_SAMPLING_KEYS}.get(str(path[0]), {})
+    if key in moved:
+        return f"belongs elsewhere: write {moved[key]}"
     homes = [home for home, model in _sections(root) if model is not here and key in _keys(model)]
     # What stands deep in a section is hardly meant for another one.
     if homes and len(path) <= _MISPLACED_DEPTH:

@@ -46,7 +46,7 @@ def test_every_setting_counts_unless_it_is_known_to_be_free() -> None:
                 "enable_prefix_caching swap_space max_num_seqs max_num_batched_tokens scheduling_policy "
                 "enable_chunked_prefill long_prefill_token_threshold preemption_mode num_threads device "
                 "kernel_backend tensor_parallel_size pipeline_parallel_size data_parallel_size "
-                "enable_expert_parallel"
+                "enable_expert_parallel speculative delay_factor max_logprobs disable_log_stats"
             ).split()
         ),
     }
@@ -66,6 +66,17 @@ def test_the_same_job_passes_and_a_changed_one_reads_well() -> None:
     assert line.startswith("  prompt.template: ") and len(line) < 200
     assert "so {{ text }}" in line.partition(" in the first run, ")[0]
     assert "no {{ text }}" in line.partition(" in the first run, ")[2]
+
+
+def test_the_order_of_a_schemas_properties_counts() -> None:
+    # Texts have their properties in the order of the schema.
+    def of(*names: str) -> dict[str, Any]:
+        schema = {"type": "object", "properties": {name: {} for name in names}}
+        return fields(sampling={"n": 1, "structured_outputs": {"json": schema}})
+
+    check_same_job(manifest(fingerprint=of("a", "b")), of("a", "b"), "out")
+    with pytest.raises(ResumeError, match=r"sampling\.structured_outputs"):
+        check_same_job(manifest(fingerprint=of("a", "b")), of("b", "a"), "out")
 
 
 def test_a_setting_that_the_first_run_decided_may_be_left_open_or_spelled_out() -> None:

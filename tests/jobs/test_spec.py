@@ -9,7 +9,7 @@ from batchgen.errors import ConfigError, InputError, ModelError, SourceError, Te
 from batchgen.jobs.prepare import prepare
 from batchgen.jobs.settings_sections import MOVED_ENGINE_KEYS, EngineSpec, SamplingSpec
 from batchgen.jobs.spec import JobSpec, load_spec
-from batchgen.sampling_params import SamplingParams
+from batchgen.sampling_params import RepetitionDetection, SamplingParams, StructuredOutputsParams
 
 JOB = """\
 model: some/model
@@ -65,6 +65,25 @@ def test_typed_validation_names_file_line_key_and_value(tmp_path):  # BG-39
     assert found == ["job.yaml:12: engine.max_num_batched_tokens: must be a whole number; got 64.5"]
 
 
+def test_a_grammar_is_written_inline_and_survives_overrides(tmp_path):
+    schema = "{type: object, properties: {b: {}, a: {enum: [on, 1]}}}"
+    text = JOB.replace("temperature: 0.5", f"structured_outputs:\n    json: {schema}\n  best_of: 3")
+    spec = load_spec(write(tmp_path, text)).with_overrides(["sampling.repetition_detection.min_count=4"])
+    given = spec.sampling.given_params()
+    wanted = {"type": "object", "properties": {"b": {}, "a": {"enum": ["on", 1]}}}
+    assert given["structured_outputs"] == StructuredOutputsParams(json=wanted)
+    assert list(given["structured_outputs"].json["properties"]) == ["b", "a"]
+    assert given["repetition_detection"] == RepetitionDetection(min_count=4)
+    assert given["best_of"] == 3
+
+
+def test_beams_are_no_copies(tmp_path):
+    text = JOB.replace(
+        "temperature: 0.5", "{n: 4, temperature: 0, use_beam_search: true, early_stopping: never}"
+    )
+    assert load_spec(write(tmp_path, text.replace("sampling:\n  {", "sampling: {"))).sampling.n == 4
+
+
 def test_number_like_text_is_a_number_where_one_is_due(tmp_path):  # BG-39
     text = JOB.replace(
         "temperature: 0.5", "temperature: '1e-1'\n  min_p: 1e-5\n  max_tokens: '64'\n  seed: 1e3"
@@ -109,7 +128,32 @@ def test_text_that_yaml_takes_for_something_else_must_be_quoted(tmp_path):  # BG
         ("engine:\n  quantization: awq", "9: engine.quantization: quantization is not built yet"),
         ("engine: 3", "8: engine: must be a mapping of keys to values; got 3"),
         ("sampling:\n  top_p: 0", "9: sampling.top_p: must be above 0 and at most 1; got 0"),
-        ("sampling:\n  logprobs: 3", "9: sampling.logprobs: is not built yet (got 3); leave it out"),
+        ("sampling:\n  skip_clone: true", "9: sampling.skip_clone: is not offered (got True); leave it out"),
+        (
+            "sampling:\n  structured_outputs:\n    jsn: {}",
+            "10: sampling.structured_outputs.jsn: unknown key; did you mean 'json'?",
+        ),
+        (
+            "sampling:\n  structured_outputs: {choice: [yes, 2]}",
+            '9: sampling.structured_outputs.choice.1: must be text, but 2 is a number in YAML; quote it: "2"',
+        ),
+        (
+            "sampling:\n  structured_outputs: {json: {}, regex: a}",
+            "9: sampling.structured_outputs: structured_outputs needs exactly one of json, json_object, "
+            "regex, choice, grammar; got json and regex",
+        ),
+        (
+            "sampling:\n  repetition_detection:\n    max_pattern_size: 4\n    min_count: 1",
+            "11: sampling.repetition_detection.min_count: must be a whole number, 2 or more; got 1",
+        ),
+        (
+            "sampling:\n  early_stopping: soon",
+            '9: sampling.early_stopping: must be true, false or "never"; got ',
+        ),
+        (
+            "sampling:\n  truncate_prompt_tokens: 9",
+            "9: sampling.truncate_prompt_tokens: belongs elsewhere: write prompt.truncate",
+        ),
         (
             "sampling:\n  min_tokens: 9\n  max_tokens: 5",
             "9: sampling.min_tokens: must be at most max_tokens (5)",

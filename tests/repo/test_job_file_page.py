@@ -1,6 +1,7 @@
 """docs/job-file.md names every key of the job file, with its default, and no other."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,20 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from batchgen.jobs.sections import MessageSpec, TruncateSpec
+from batchgen.jobs.settings_sections import PARTS
 from batchgen.jobs.spec import JobSpec
+from batchgen.ngram_settings import NgramSettings
 
 ROW = re.compile(r"^\| `(\w+)` \| (–|`[^`]*`) \|", re.MULTILINE)
 SECTIONS: dict[str, type[BaseModel]] = {
     name: info.annotation
     for name, info in JobSpec.model_fields.items()
     if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-} | {"prompt.truncate": TruncateSpec, "prompt.messages": MessageSpec}
+} | {
+    "prompt.truncate": TruncateSpec,
+    "prompt.messages": MessageSpec,
+    **{f"sampling.{name}": section for name, section in PARTS.items()},
+}
 
 
 def _page_sections(repository: Path) -> dict[str, str]:
@@ -43,6 +50,12 @@ def test_every_key_is_on_the_page_with_its_default(repository: Path, section: st
     assert set(tabled) | (set(re.findall(r"`([a-z_]+)`", listed)) & set(keys)) == set(keys)
     assert not set(tabled) & set(re.findall(r"`([a-z_]+)`", listed))
     assert {key: _default(keys[key]) for key in tabled} == tabled
+
+
+def test_the_keys_of_speculation_are_on_the_page(repository: Path) -> None:
+    tabled = dict(ROW.findall(_page_sections(repository)["engine.speculative"]))
+    defaults = {spec.name: f"`{spec.default}`" for spec in fields(NgramSettings)}
+    assert tabled == {"method": "`ngram`", **defaults}
 
 
 def test_the_page_has_every_section(repository: Path) -> None:
