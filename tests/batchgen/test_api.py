@@ -302,7 +302,8 @@ def test_the_line_of_stats_has_all_that_moves() -> None:
     )  # fmt: skip
     assert stats_line(before, now, 10) == (
         "running 3, waiting 2, swapped 1; prompt 20.0 tokens/s, generation 10.0 tokens/s; "
-        "KV cache 25.0 % used; prefix cache 25.0 % hits; preemptions 4; speculation 75.0 % of 80 drafts accepted"
+        "KV cache 25.0 % used; prefix cache 25.0 % hits; preemptions 4; "
+        "speculation 75.0 % of 80 drafts accepted"
     )
     assert stats_line(before, before, 10) == (
         "running 0, waiting 0, swapped 0; prompt 0.0 tokens/s, generation 0.0 tokens/s; KV cache 0.0 % used"
