@@ -57,6 +57,9 @@ def counting_candidates(
     return ids, [logprobs[token] for token in ids]
 
 
+Block = list[tuple[int, int, int] | None]  # KV group, position and token of each slot
+
+
 class CountingExecutor:
     """Keeps (position, token) pairs in its KV blocks and draws from what it reads there.
 
@@ -66,6 +69,9 @@ class CountingExecutor:
     Args:
         config: block size and limits are taken from it; unset ones are small.
         num_groups: KV groups, each with blocks of its own.
+        group_windows: instead of `num_groups`, a sliding window for each group, None for full attention; one
+            group at least is full.
+        num_cpu_blocks: blocks in host memory.
         eos_token_ids: as a model's.
         before_step: called with every step; may sleep, raise or kill.
     """
@@ -76,15 +82,16 @@ class CountingExecutor:
         *,
         vocab_size: int = 101,
         num_groups: int = 1,
+        group_windows: tuple[int | None, ...] | None = None,
+        num_cpu_blocks: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         before_step: Callable[[SchedulerOutput], None] | None = None,
     ):
         num_blocks = config.cache.num_gpu_blocks_override or 64
         self.block_size = config.cache.block_size
         self.steps: list[tuple[int, int]] = []  # sequences and tokens of each step
-        self._blocks: list[list[tuple[int, int, int] | None]] = [
-            [None] * self.block_size for _ in range(num_blocks)
-        ]
+        self._blocks: list[Block] = [[None] * self.block_size for _ in range(num_blocks)]
+        self._host_blocks: list[Block] = [[] for _ in range(num_cpu_blocks)]
         self._last: dict[int, int] = {}
         self._before_step = before_step
         limits = {
@@ -97,20 +104,22 @@ class CountingExecutor:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             num_blocks=num_blocks,
-            group_windows=(None,) * num_groups,
+            group_windows=group_windows or (None,) * num_groups,
+            num_cpu_blocks=num_cpu_blocks,
+            block_bytes=1000,
             resolved={**config.to_engine_args(), **limits, "num_gpu_blocks_override": num_blocks},
             environment={},
             reproducible=True,
         )
 
     def execute(self, step: SchedulerOutput) -> StepResult:
-        """Copy blocks, write the step's tokens, then draw from what is stored."""
+        """Swap and copy blocks, write the step's tokens, then draw from what is stored."""
         if self._before_step is not None:
             self._before_step(step)
         self.steps.append((len(step.sequences), step.num_tokens))
-        sources = [self._blocks[source].copy() for source, _ in step.block_copies]
-        for (_, target), content in zip(step.block_copies, sources, strict=True):
-            self._blocks[target] = content
+        _move(self._blocks, self._host_blocks, step.swap_out)
+        _move(self._host_blocks, self._blocks, step.swap_in)
+        _move(self._blocks, self._blocks, step.block_copies)
         for sequence in step.sequences:
             self._store(sequence)
         drawn: list[tuple[int, int]] = []
@@ -152,12 +161,18 @@ class CountingExecutor:
                 block[position % self.block_size] = (group, position, token)
 
     def _read(self, sequence: ScheduledSequence) -> list[int]:
-        length = sequence.num_computed_tokens + len(sequence.token_ids)
+        """All tokens of a sequence as its blocks have them, checked in every group as far as it reads."""
+        first, end = sequence.num_computed_tokens, sequence.num_computed_tokens + len(sequence.token_ids)
         histories = []
         for group, table in enumerate(sequence.block_ids):
-            history = array("i")
-            for position in range(length):
-                entry = self._blocks[table[position // self.block_size]][position % self.block_size]
+            window = self.info.group_windows[group]
+            # What the step's first query reads is there; what lies before may have been given back.
+            start = 0 if window is None else max(first - window + 1, 0)
+            history = array("i", [-1]) * start
+            for position in range(start, end):
+                block = table[position // self.block_size]
+                assert block >= 0, f"sequence {sequence.seq_id} lacks the block of position {position}"
+                entry = self._blocks[block][position % self.block_size]
                 assert entry is not None, (
                     f"sequence {sequence.seq_id} reads position {position}, never written"
                 )
@@ -166,8 +181,19 @@ class CountingExecutor:
                 )
                 history.append(entry[2])
             histories.append(history.tolist())
-        assert all(history == histories[0] for history in histories), "the groups disagree"
-        return histories[0]
+        whole = max(histories, key=lambda history: -history.count(-1))
+        for history in histories:
+            assert all(mine in (-1, true) for mine, true in zip(history, whole, strict=True)), (
+                "the groups disagree"
+            )
+        return whole
+
+
+def _move(source: list[Block], target: list[Block], moves: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks, as if all were read before the first is written."""
+    contents = [source[each].copy() for each, _ in moves]
+    for (_, block), content in zip(moves, contents, strict=True):
+        target[block] = content
 
 
 def _check_history(history: list[int], row: SamplingRow) -> None:

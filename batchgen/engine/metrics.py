@@ -46,6 +46,7 @@ def snapshot(scheduler: "Scheduler", *, is_paused: bool = False, with_block_map:
         num_blocks=pool.num_blocks,
         num_cpu_blocks=blocks.host_pool.num_blocks,
         num_used_cpu_blocks=blocks.host_pool.num_blocks - blocks.host_pool.num_free,
+        num_pinned_blocks=len(set(scheduler.pins.held_blocks())),
         num_used_blocks=pool.num_blocks - pool.num_free,
         num_cached_blocks=pool.num_cached,
         num_steps=counters.num_steps,

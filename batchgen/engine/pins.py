@@ -17,10 +17,9 @@ class Pins:
         self._counters = counters
         self._held: dict[str, list[int]] = {}
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks held, one that several prefixes begin with counted for each."""
-        return sum(map(len, self._held.values()))
+    def held_blocks(self) -> list[int]:
+        """The blocks held, one that several prefixes begin with once for each."""
+        return [block for held in self._held.values() for block in held]
 
     def pin(self, sequence: Sequence) -> None:
         """Hold the full blocks of a sequence's prompt, all of which are computed."""

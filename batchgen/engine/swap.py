@@ -53,15 +53,16 @@ class Swapper:
         for sequence in group.sequences:
             computed, released = sequence.num_computed_tokens, sequence.num_released
             count = self._num_blocks(sequence)
-            sequence.host_tables = tuple(
+            tables = tuple(
                 [targets.get(block, -1) for block in table[:count]] for table in sequence.block_tables
             )
-            for host in chain.from_iterable(sequence.host_tables):
+            for host in chain.from_iterable(tables):
                 if host in seen:
                     self._host.share(host)
                 elif host >= 0:
                     seen.add(host)
             self._blocks.free(sequence)
+            sequence.host_tables = tables
             sequence.num_computed_tokens, sequence.num_released = computed, released
         return list(targets.items())
 

@@ -191,18 +191,27 @@ def check_blocks() -> Callable[[Scheduler], None]:
     """Invariants that hold between any two calls of a scheduler."""
 
     def check(scheduler: Scheduler) -> None:
-        table, pool = scheduler.table, scheduler.blocks.pool
-        holders = [0] * pool.num_blocks
-        for group in table.running:
+        table, pool, host_pool = scheduler.table, scheduler.blocks.pool, scheduler.blocks.host_pool
+        holders, host_holders = [0] * pool.num_blocks, [0] * host_pool.num_blocks
+        for group in [*table.running, *table.waiting, *table.swapped]:
             for sequence in group.sequences:
                 for blocks in sequence.block_tables:
                     held = [block for block in blocks if block >= 0]
                     assert len(set(held)) == len(held)
                     for block in held:
                         holders[block] += 1
+                for blocks in sequence.host_tables:
+                    for block in blocks:
+                        if block >= 0:
+                            host_holders[block] += 1
+                            assert group in table.swapped
+        for block in scheduler.pins.held_blocks():
+            holders[block] += 1
         assert holders == pool.ref_counts
         assert pool.num_free == holders.count(0)
-        for group in table.waiting:
+        assert host_holders == host_pool.ref_counts
+        assert host_pool.num_free == host_holders.count(0)
+        for group in [*table.waiting, *table.swapped]:
             assert not any(any(sequence.block_tables) for sequence in group.sequences)
         queued = [*table.waiting, *table.running, *table.swapped]
         for queue in (table.waiting, table.running, table.swapped):
