@@ -14,7 +14,6 @@ from batchgen.engine.detokenizer import Decoder
 from batchgen.engine.group import Group
 from batchgen.engine.messages import SampleOutput
 from batchgen.engine.metrics import Counters
-from batchgen.engine.refusals import nothing_conforms
 from batchgen.engine.request import Request
 from batchgen.engine.request_table import RequestTable
 from batchgen.engine.sequence import Sequence
@@ -73,7 +72,7 @@ class BeamGroups:
         self._counters = counters
 
     def advance(self, group: Group, candidates: list[tuple[Sequence, Candidates]]) -> None:
-        """Take in the candidates of all beams of a group that is not finished."""
+        """Take in the candidates of all beams of a group that is not finished; not all have none."""
         state = group.beam
         assert isinstance(state, Beams)
         beams = [sequence for sequence, _ in candidates]
@@ -81,11 +80,9 @@ class BeamGroups:
         going = state.step(beams, [each for _, each in candidates])
         if going:
             self._go_on(group, beams, going)
-        elif state.search.finished:
+        else:
             self._tell(group.request, state.search)
             self._table.end(group.request)
-        else:
-            self._table.fail_group(group, nothing_conforms(group.request))
 
     def _go_on(self, group: Group, beams: list[Sequence], going: list[Continuation]) -> None:
         """Let the beams of the next step take the place of those of the last."""

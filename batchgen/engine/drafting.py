@@ -36,7 +36,5 @@ class Drafting:
     def judged(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Of so many drafted tokens of a sequence the first so many were drawn."""
         self.speculation.judged(sequence.seq_id, num_drafted, num_accepted)
-        if sequence.is_finished:
-            self.speculation.forget((sequence.seq_id,))
-        else:
+        if not sequence.is_finished:
             self._blocks.trim(sequence)

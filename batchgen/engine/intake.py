@@ -60,24 +60,20 @@ class Intake:
         for seq_id, scores in result.prompt_logprobs.items():
             request = step.scored[seq_id]
             request.prompt_logprobs += scores
-        beams: dict[int, list[tuple[Sequence, Candidates]]] = {}
+        beams: dict[int, dict[Sequence, int]] = {}
         row = 0
         for sequence, drafts in step.draws:
             sequence.num_placeholders -= 1
-            if drafts:
-                self._take_drafted(sequence, drafts, row, result)
-            elif not sequence.is_finished:
-                if row in result.candidates:
-                    beams.setdefault(id(sequence.group), []).append((sequence, result.candidates[row]))
+            if not sequence.is_finished:
+                if drafts:
+                    self._take_drafted(sequence, drafts, row, result)
                 elif sequence.group.beam is not None:
-                    self._table.fail_group(sequence.group, _no_token(sequence, row, result))
+                    beams.setdefault(id(sequence.group), {})[sequence] = row
                 else:
                     self._take_row(sequence, row, result)
             row += 1 + len(drafts)
-        for of_group in beams.values():
-            group = of_group[0][0].group
-            if len(of_group) == len(group.sequences):
-                self._beams.advance(group, of_group)
+        for rows in beams.values():
+            self._take_beams(rows, result)
         for sequence in step.pinned:
             if not sequence.is_finished:
                 self._pins.pin(sequence)
@@ -101,6 +97,21 @@ class Intake:
         if not sequence.is_finished:
             # What was written after the last accepted token is written again.
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)
+
+    def _take_beams(self, rows: dict[Sequence, int], result: StepResult) -> None:
+        """Continue a beam search; its beams and their rows are given in the order of their rank."""
+        candidates: list[tuple[Sequence, Candidates]] = []
+        for beam, row in rows.items():
+            found: Candidates | None = result.candidates.get(row)
+            if found is None and row in result.failures:
+                found = [], []  # Nothing is allowed to follow this beam; others may go on.
+            if found is None:
+                break
+            candidates.append((beam, found))
+        if len(candidates) == len(rows) and any(ids for _, (ids, _) in candidates):
+            self._beams.advance(beam.group, candidates)
+        else:
+            self._table.fail_group(beam.group, _no_token(beam, row, result))
 
     def _take_row(self, sequence: Sequence, row: int, result: StepResult) -> None:
         token = result.token_ids[row]

@@ -48,15 +48,6 @@ def too_wide(request: Request, *, max_num_seqs: int, max_num_batched_tokens: int
     return None
 
 
-def nothing_conforms(request: Request) -> RowFailure:
-    """The failure of a beam search all of whose beams came to where no token is allowed."""
-    return RowFailure(
-        FailureCode.ENGINE_ERROR,
-        f"no beam of {request.params.num_samples} can go on: allowed_token_ids, bad_words, logit_bias or the "
-        f"grammar leave no token",
-    )
-
-
 def too_big(sequence: Sequence, blocks: BlockManager, needed: int | None = None) -> RowFailure:
     """The failure of a waiting sequence that needs more blocks than there are; `needed` by its group."""
     need = f"needs {needed or blocks.blocks_for(sequence.num_tokens)} blocks, pool has {blocks.num_blocks}"

@@ -182,6 +182,7 @@ class Scheduler:
         self.counters.step_time_s += seconds
         if self.drafting is not None:
             self.drafting.speculation.step_ended(step.num_tokens, len(result.token_ids), seconds)
+            self.drafting.speculation.forget(step.finished_seq_ids)
 
     def take_outputs(self) -> list[SampleOutput]:
         """What is to be told although no step has ended: refusals and failures."""

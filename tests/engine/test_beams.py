@@ -255,6 +255,33 @@ def test_a_search_whose_logits_overflow_fails_whole(make_scheduler: Any, make_re
     assert scheduler.blocks.pool.num_free == scheduler.blocks.num_blocks
 
 
+@pytest.mark.parametrize("dead_ends", [{1}, {0, 1, 2}])
+def test_a_beam_after_which_nothing_is_allowed_is_dropped(
+    make_scheduler: Any, make_request: Any, dead_ends: set[int]
+) -> None:
+    scheduler, executor = make_engine(make_scheduler)
+    scheduler.add(make_request("a", [9] * 5, n=3, max_tokens=3, use_beam_search=True, ignore_eos=True))
+    scheduler.update(executor.execute(scheduler.schedule()))
+    result = executor.execute(scheduler.schedule())
+    (group,) = scheduler.table.running
+    dead = group.sequences[1].token_ids.tolist()
+    result = type(result)(
+        result.step,
+        [None if row in dead_ends else 0 for row in range(3)],
+        candidates={row: each for row, each in result.candidates.items() if row not in dead_ends},
+        failures=dict.fromkeys(dead_ends, "nothing is allowed"),
+    )
+    outputs = scheduler.update(result)
+    if len(dead_ends) == 3:
+        assert [str(each.error).endswith("nothing is allowed") for each in outputs] == [True] * 3
+    else:
+        outputs = scheduler.update(executor.execute(scheduler.schedule()))
+        assert len(beams_of(outputs, "a")) == 3
+        assert not any(unpack_ids(each.token_ids)[:1] == dead[5:6] for each in outputs)
+    assert not scheduler.has_work
+    assert scheduler.blocks.pool.num_free == scheduler.blocks.num_blocks
+
+
 def test_an_aborted_search_gives_everything_back(
     make_scheduler: Any, make_request: Any, check_blocks: Any
 ) -> None:
