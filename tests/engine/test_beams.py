@@ -273,7 +273,7 @@ def test_a_beam_after_which_nothing_is_allowed_is_dropped(
     )
     outputs = scheduler.update(result)
     if len(dead_ends) == 3:
-        assert [str(each.error).endswith("nothing is allowed") for each in outputs] == [True] * 3
+        assert ["nothing is allowed" in str(each.error) for each in outputs] == [True] * 3
     else:
         outputs = scheduler.update(executor.execute(scheduler.schedule()))
         assert len(beams_of(outputs, "a")) == 3
