@@ -153,7 +153,7 @@ class _Wanted:
             self.samples.append(sample)
             self.sample_rows.append(row)
         scores = sequence.scores
-        if scores is not None and scores.targets:
+        if scores is not None:
             first = scores.start - 1 - sequence.num_computed_tokens
             if first < 0 or first + len(scores.targets) > count:
                 raise EngineError(

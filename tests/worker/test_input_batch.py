@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from batchgen.engine.scheduler_output import DrawRules, SamplingRow, ScheduledSequence, SchedulerOutput
+from batchgen.engine.scheduler_output import (
+    DrawRules,
+    PromptScores,
+    SamplingRow,
+    ScheduledSequence,
+    SchedulerOutput,
+)
 from batchgen.errors import EngineError
 from batchgen.sampling_params import SamplingParams
 from batchgen.worker.input_batch import InputBatch, build_batch
@@ -50,6 +56,39 @@ def test_several_samples_read_one_row() -> None:
     assert batch.logit_rows.tolist() == [1, 3]
     assert batch.sample_rows == [0, 0, 0, 1]
     assert [row.slot for row in batch.samples] == [1, 2, 3, 5]
+
+
+def test_draws_from_several_tokens_of_a_sequence() -> None:
+    def at(slot: int, index: int) -> SamplingRow:
+        return SamplingRow(slot, DrawRules(PARAMS), (slot, 0, index), 0, index)
+
+    batch = build(
+        ScheduledSequence(1, [1, 2, 3], 4, ([0],), (at(1, 0), at(1, 1), at(1, 2))),
+        ScheduledSequence(2, [4], 4, ([1],), (at(2, -1),)),
+        ScheduledSequence(3, [5, 6], 4, ([2],), (at(3, 1), at(3, 0), at(3, -1))),
+    )
+    assert batch.logit_rows.tolist() == [0, 1, 2, 3, 5, 4]
+    assert batch.sample_rows == [0, 1, 2, 3, 4, 5, 4]
+    with pytest.raises(EngineError, match="sequence 1: a draw from token 3 of 3"):
+        build(ScheduledSequence(1, [1, 2, 3], 4, ([0],), (at(1, 3),)))
+
+
+def test_scores_read_the_logits_before_their_tokens() -> None:
+    batch = build(
+        ScheduledSequence(1, [1, 2, 3], 0, ([0],), scores=PromptScores(1, [2, 3, 4], PARAMS)),
+        ScheduledSequence(2, [7], 4, ([1],), (sample(2),)),
+        ScheduledSequence(
+            3, [5, 6, 7, 8], 16, ([2, 3],), (sample(3),), scores=PromptScores(18, [7, 8], PARAMS)
+        ),
+    )
+    assert batch.logit_rows.tolist() == [3, 7, 0, 1, 2, 5, 6]
+    assert batch.num_score_rows == 5
+    assert [seq_id for seq_id, _ in batch.scores] == [1, 3]
+    for start, targets in ((16, [5]), (20, [1, 2])):
+        with pytest.raises(EngineError, match=r"sequence 4: . scores from position"):
+            build(
+                ScheduledSequence(4, [5, 6, 7, 8], 16, ([2, 3],), scores=PromptScores(start, targets, PARAMS))
+            )
 
 
 def test_blocks_kept_for_later_are_not_read() -> None:
