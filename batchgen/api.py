@@ -120,7 +120,8 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise ConfigError(f"params must be BeamSearchParams; got {params!r:.80}")
         outputs = self._generate(read_prompts(prompts), beam_params(params), use_tqdm)
-        return [beam_output(output, params, self._caller.tokenizer) for output in outputs]
+        tokenizer, ends = self._caller.tokenizer, self.info.eos_token_ids
+        return [beam_output(output, params, tokenizer, ends) for output in outputs]
 
     def score(
         self,

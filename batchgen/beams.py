@@ -1,5 +1,7 @@
 """Beam search for callers: BeamSearchParams in, BeamSearchOutput out; the search is the engine's."""
 
+from collections.abc import Container
+
 from batchgen.engine.detokenizer import Decoder
 from batchgen.outputs import (
     BeamSearchOutput,
@@ -31,18 +33,31 @@ def beam_params(params: BeamSearchParams) -> SamplingParams:
     )
 
 
-def beam_output(output: RequestOutput, params: BeamSearchParams, decoder: Decoder) -> BeamSearchOutput:
-    """What the search found, in vLLM's form."""
+def beam_output(
+    output: RequestOutput, params: BeamSearchParams, decoder: Decoder, end_ids: Container[int]
+) -> BeamSearchOutput:
+    """What the search found, in vLLM's form.
+
+    Args:
+        output: of `beam_params`.
+        params: of the search.
+        decoder: makes text of tokens.
+        end_ids: end-of-sequence ids.
+    """
     if output.error is not None:
         return BeamSearchOutput([], output.error)
-    return BeamSearchOutput([_sequence(output, sample, params, decoder) for sample in output.outputs])
+    return BeamSearchOutput([_sequence(output, each, params, decoder, end_ids) for each in output.outputs])
 
 
 def _sequence(
-    output: RequestOutput, sample: CompletionOutput, params: BeamSearchParams, decoder: Decoder
+    output: RequestOutput,
+    sample: CompletionOutput,
+    params: BeamSearchParams,
+    decoder: Decoder,
+    end_ids: Container[int],
 ) -> BeamSearchSequence:
     ids = sample.token_ids
-    has_end = sample.finish_reason == FinishReason.STOP and bool(ids)
+    has_end = sample.finish_reason == FinishReason.STOP and bool(ids) and ids[-1] in end_ids
     if has_end and not params.include_stop_str_in_output:
         ids = ids[:-1]
     tokens = [*output.prompt_token_ids, *ids]

@@ -69,7 +69,7 @@ class ChildClient:
         self._finalizer = weakref.finalize(self, self._process.kill)
         try:
             self.info = self._wait_until_ready(on_loading)
-            self._processor.max_model_len = self.info.max_model_len
+            self._processor.know(self.info)
         except BaseException:
             self._process.kill()
             raise

@@ -1,4 +1,4 @@
-"""InFlight: a request on the caller's side: its samples, what of them is told when, and which are the best."""
+"""InFlight: a request on the caller's side: its samples, what is told of them when, and which are best."""
 
 import math
 from collections.abc import Mapping
@@ -35,9 +35,17 @@ class InFlight:
         serial: tells it from an earlier one of the same id.
         tokenizer: makes text of tokens.
         texts: of single tokens.
+        end_ids: end-of-sequence ids of model and tokenizer.
     """
 
-    def __init__(self, request: EngineRequest, serial: int, tokenizer: OutputTokenizer, texts: TokenTexts):
+    def __init__(
+        self,
+        request: EngineRequest,
+        serial: int,
+        tokenizer: OutputTokenizer,
+        texts: TokenTexts,
+        end_ids: frozenset[int],
+    ):
         params = request.params
         # With control tokens left out of the text, one that is given as a stop string shows only by its id.
         self.stop_tokens = {
@@ -62,6 +70,7 @@ class InFlight:
                 self.stop_tokens,
                 is_incremental=self.shows_all or bool(params.stop),
                 texts=texts,
+                end_ids=end_ids,
             )
             for index in range(params.num_samples)
         ]
@@ -128,6 +137,8 @@ class InFlight:
     def output(self) -> RequestOutput:
         """The samples as they are now, or, under DELTA, what is new of them."""
         is_finished = self.is_finished
+        if is_finished and self._prompt_logprobs is None and self.error is None:
+            self._prompt_logprobs = self._no_scores()
         self._is_shown, self._num_unshown = True, 0
         found = RequestOutput(
             request_id=self.request.request_id,
@@ -142,6 +153,14 @@ class InFlight:
         if self.kind is RequestOutputKind.DELTA:
             self._prompt_logprobs = None
         return found
+
+    def _no_scores(self) -> PromptLogprobs | None:
+        """Of a prompt in which there is nothing to score; None if nobody asked, or has been told already."""
+        params = self.request.params
+        num_tokens = len(unpack_ids(self.request.prompt_token_ids))
+        if params.prompt_logprobs is None or num_tokens > max(params.prompt_logprob_start or 0, 1):
+            return None
+        return prompt_logprobs((), num_tokens, self._texts, params.flat_logprobs)
 
     def _in_order(self) -> list[CompletionOutput]:
         if self.kind is not RequestOutputKind.DELTA:

@@ -22,7 +22,7 @@ class InProcessClient:
     def __init__(self, core: EngineCore, tokenizer: OutputTokenizer):
         self.info = core.info
         self._core = core
-        self._processor = OutputProcessor(tokenizer, core.info.max_model_len)
+        self._processor = OutputProcessor(tokenizer, core.info)
         self._is_woken = False
 
     def add(self, request: EngineRequest) -> None:

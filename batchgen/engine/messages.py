@@ -75,8 +75,8 @@ class SampleOutput:
 
     Lists of log probabilities have one entry for each new token, or for each prompt position from 1 (or
     `prompt_logprob_start`) on; those of the prompt come once, with the request's first message or after.
-    `valid` says whether the sample's grammar may end after these tokens. A beam search tells its samples once,
-    whole, at its end, the best as index 0, with `cumulative_logprob` as the sum that ranked it.
+    `valid` says whether the sample's grammar may end after these tokens. A beam search tells its samples
+    once, whole, at its end, the best as index 0, with `cumulative_logprob` as the sum that ranked it.
 
     `finish_reason` and `stop_reason` are set on a sample's last message. When the core refuses or fails a
     request, `error` says why: finish_reason "error", tokens as far as they came.
@@ -119,9 +119,9 @@ class EngineStats:
     """A snapshot of the engine for everything that shows numbers. Counters count from the start.
 
     `step_time_s` is the time spent in steps so far; `prompt_tokens` counts each request's prompt once, cached
-    or not, `prefix_cache_queries` and `prefix_cache_hits` tokens; `num_draft_tokens` and `num_accepted_tokens`
-    are those of speculation, `num_cpu_blocks` blocks in host memory for swapping; `choices` how often each choice by cost was
-    made.
+    or not, `prefix_cache_queries` and `prefix_cache_hits` tokens; `num_draft_tokens` and
+    `num_accepted_tokens` are those of speculation; `num_cpu_blocks` are blocks in host memory for swapping;
+    `choices` says how often each choice by cost was made.
     """
 
     time_s: float = 0.0
@@ -147,7 +147,7 @@ class EngineStats:
     is_paused: bool = False
     max_num_seqs: int = 0
     choices: Mapping[str, int] = field(default_factory=dict)
-    block_map: bytes | None = None
+    block_map: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from batchgen.engine.core_request import BadWords, truncated
 from batchgen.engine.in_flight import InFlight, OutputTokenizer
-from batchgen.engine.messages import EngineRequest, SampleOutput
+from batchgen.engine.messages import EngineInfo, EngineRequest, SampleOutput
 from batchgen.engine.token_logprobs import TokenTexts
 from batchgen.errors import EngineError
 from batchgen.outputs import RequestOutput
@@ -17,15 +17,27 @@ class OutputProcessor:
 
     What it says of a sample is final: tokens that the core draws before it hears that a stop string was found
     change neither text nor counts.
+
+    Args:
+        tokenizer: makes text of tokens.
+        info: of the engine, if it is known yet.
     """
 
-    def __init__(self, tokenizer: OutputTokenizer, max_model_len: int = 2**31):
-        self.max_model_len = max_model_len
+    def __init__(self, tokenizer: OutputTokenizer, info: EngineInfo | None = None):
         self._tokenizer = tokenizer
+        self._max_model_len = 2**31
+        self._end_ids = frozenset(tokenizer.eos_token_ids)
+        if info is not None:
+            self.know(info)
         self._texts = TokenTexts(tokenizer)
         self._bad_words = BadWords(tokenizer)
         self._requests: dict[str, InFlight] = {}
         self._num_added = 0
+
+    def know(self, info: EngineInfo) -> None:
+        """Take in what a started engine is, before the first request."""
+        self._max_model_len = info.max_model_len
+        self._end_ids |= frozenset(info.eos_token_ids)
 
     def add(self, request: EngineRequest) -> EngineRequest:
         """Enter a request; returns the form in which it is to be sent to the core.
@@ -37,8 +49,8 @@ class OutputProcessor:
         if request.request_id in self._requests:
             raise EngineError(f"request id {request.request_id!r} is already in flight; ids must be unique")
         self._num_added += 1
-        cut = truncated(request, self.max_model_len)
-        entry = InFlight(cut, self._num_added, self._tokenizer, self._texts)
+        cut = truncated(request, self._max_model_len)
+        entry = InFlight(cut, self._num_added, self._tokenizer, self._texts, self._end_ids)
         for_core = entry.for_core(self._bad_words)
         self._requests[request.request_id] = entry
         return for_core

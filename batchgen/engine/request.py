@@ -33,6 +33,7 @@ class Request:
         "max_total_tokens",
         "next_scored",
         "num_cached_tokens",
+        "num_scores",
         "num_unfinished",
         "params",
         "prompt",
@@ -81,12 +82,18 @@ class Request:
         self.groups: list[Group] = []
         self.num_unfinished = 1 if source.is_pinned else params.num_samples
         self.num_cached_tokens = 0
-        self.wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+        # The likeliest of more samples than are given back are chosen on the caller's side.
+        self.wants_logprobs = (
+            params.logprobs is not None
+            or params.logprob_token_ids is not None
+            or params.num_samples > params.n
+        )
         # Prompt positions from here on have a score, which the step that computes the one before it gives.
         self.first_scored = len(self.prompt)
         if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
             self.first_scored = min(max(1, params.prompt_logprob_start or 0), len(self.prompt))
         self.next_scored = self.first_scored
+        self.num_scores = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
@@ -99,4 +106,4 @@ class Request:
     @property
     def has_all_scores(self) -> bool:
         """Whether all prompt tokens have the scores that are wanted."""
-        return self.first_scored + len(self.prompt_logprobs) == len(self.prompt)
+        return self.first_scored + self.num_scores == len(self.prompt)

@@ -1,6 +1,6 @@
 """SampleText: one sample on the caller's side: its tokens, its text, and the stop string that may end it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from batchgen.engine.detokenizer import Decoder, Detokenizer, StopMatch, StopStrings
 from batchgen.engine.scheduler_output import TokenLogprobs
@@ -20,6 +20,7 @@ class SampleText:
         stop_tokens: ids that stand for a stop string spelled as a control token.
         is_incremental: text is needed as tokens come, for a stop string or a live reader.
         texts: of single tokens, for log probabilities.
+        end_ids: end-of-sequence ids; one that ends a sample is no part of its text.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class SampleText:
         *,
         is_incremental: bool,
         texts: TokenTexts | None = None,
+        end_ids: Container[int] = (),
     ):
         self.index = index
         self.token_ids: list[int] = []
@@ -41,6 +43,7 @@ class SampleText:
         self.valid: bool | None = None
         self._params = params
         self._stop_tokens = stop_tokens
+        self._end_ids = end_ids
         self._is_incremental = is_incremental and params.detokenize
         self._detokenizer = Detokenizer(
             decoder,
@@ -80,10 +83,17 @@ class SampleText:
         """
         # The token that ended a sample is counted, but its text is no part of the output: never for
         # end-of-sequence, for a stop token only when asked.
-        is_hidden = finish_reason == FinishReason.STOP and (
-            stop_reason is None or not self._params.include_stop_str_in_output
+        # A sample that its grammar ended has no such token.
+        is_hidden = (
+            finish_reason == FinishReason.STOP
+            and bool(ids)
+            and (
+                ids[-1] in self._end_ids
+                if stop_reason is None
+                else not self._params.include_stop_str_in_output
+            )
         )
-        num_visible = len(ids) - 1 if is_hidden and ids else len(ids)
+        num_visible = len(ids) - 1 if is_hidden else len(ids)
         for position, token in enumerate(ids):
             self.token_ids.append(token)
             if logprobs is not None:

@@ -389,7 +389,7 @@ def test_the_end_of_a_beam_is_left_out_unless_asked_for() -> None:
     output = RequestOutput("a", "a", [97], [sample], finished=True)
     for keeps, tokens in ((False, [97, 104, 105]), (True, [97, 104, 105, 257])):
         params = BeamSearchParams(beam_width=1, max_tokens=4, include_stop_str_in_output=keeps)
-        (sequence,) = beam_output(output, params, ByteTokenizer()).sequences
+        (sequence,) = beam_output(output, params, ByteTokenizer(), [257]).sequences
         assert (sequence.tokens, sequence.text, sequence.cum_logprob) == (tokens, "ahi", -1.5)
 
 

@@ -12,30 +12,42 @@ from batchgen.errors import ConfigError
 from batchgen.sampling_params import REFUSED
 
 # vLLM 0.32's own names, from its public releases.
-VLLM_SAMPLING = """n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed
-    stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids
-    prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens
-    spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval structured_outputs
-    logit_bias allowed_token_ids bad_words extra_args skip_reading_prefix_cache thinking_token_budget
-    repetition_detection watermarking skip_clone routed_experts_prompt_start trace_decode_token_ids""".split()
-VLLM_GRAMMARS = """json regex choice grammar json_object structural_tag disable_any_whitespace
-    disable_additional_properties whitespace_pattern""".split()
-VLLM_BEAMS = """beam_width max_tokens ignore_eos temperature length_penalty include_stop_str_in_output
-    structured_outputs skip_special_tokens watermarking""".split()
-VLLM_ENGINE = """model runner convert tokenizer tokenizer_mode skip_tokenizer_init trust_remote_code
+VLLM_SAMPLING = """
+    n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop
+    stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs
+    prompt_logprob_token_ids prompt_logprob_start logprob_token_ids flat_logprobs detokenize
+    skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind
+    stream_interval structured_outputs logit_bias allowed_token_ids bad_words extra_args
+    skip_reading_prefix_cache thinking_token_budget repetition_detection watermarking skip_clone
+    routed_experts_prompt_start trace_decode_token_ids
+""".split()
+VLLM_GRAMMARS = """
+    json regex choice grammar json_object structural_tag disable_any_whitespace
+    disable_additional_properties whitespace_pattern
+""".split()
+VLLM_BEAMS = """
+    beam_width max_tokens ignore_eos temperature length_penalty include_stop_str_in_output
+    structured_outputs skip_special_tokens watermarking
+""".split()
+VLLM_ENGINE = """
+    model runner convert tokenizer tokenizer_mode skip_tokenizer_init trust_remote_code
     allowed_local_media_path allowed_media_domains tensor_parallel_size dtype quantization revision
     tokenizer_revision chat_template seed gpu_memory_utilization cpu_offload_gb enforce_eager
     disable_custom_all_reduce hf_token hf_overrides mm_processor_kwargs pooler_config
-    structured_outputs_config profiler_config attention_config kv_cache_memory_bytes compilation_config quantization_config
-    logits_processors spec_method spec_model spec_tokens max_model_len max_num_seqs max_num_batched_tokens
-    block_size enable_prefix_caching prefix_caching_hash_algo enable_chunked_prefill kv_cache_dtype
-    pipeline_parallel_size data_parallel_size enable_lora max_loras max_lora_rank max_cpu_loras
-    scheduling_policy long_prefill_token_threshold num_gpu_blocks_override speculative_config
-    kv_offloading_size generation_config max_logprobs logprobs_mode load_format download_dir
-    served_model_name async_scheduling disable_log_stats""".split()
-VLLM_METHODS = """generate chat enqueue enqueue_chat wait_for_completion beam_search encode embed classify
-    score sleep wake_up reset_prefix_cache get_metrics get_tokenizer get_default_sampling_params collective_rpc
-    apply_model""".split()
+    structured_outputs_config profiler_config attention_config kv_cache_memory_bytes
+    compilation_config quantization_config logits_processors spec_method spec_model spec_tokens
+    max_model_len max_num_seqs max_num_batched_tokens block_size enable_prefix_caching
+    prefix_caching_hash_algo enable_chunked_prefill kv_cache_dtype pipeline_parallel_size
+    data_parallel_size enable_lora max_loras max_lora_rank max_cpu_loras scheduling_policy
+    long_prefill_token_threshold num_gpu_blocks_override speculative_config kv_offloading_size
+    generation_config max_logprobs logprobs_mode load_format download_dir served_model_name
+    async_scheduling disable_log_stats
+""".split()
+VLLM_METHODS = """
+    generate chat enqueue enqueue_chat wait_for_completion beam_search encode embed classify score
+    sleep wake_up reset_prefix_cache get_metrics get_tokenizer get_default_sampling_params
+    collective_rpc apply_model
+""".split()
 OUR_METHODS = {name for name in vars(LLM) if not name.startswith("_")} - {"config", "info", "shutdown"}
 
 NAMES = {

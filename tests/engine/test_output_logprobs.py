@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.engine.messages import EngineRequest, SampleOutput, pack_ids, unpack_ids
+from batchgen.engine.messages import EngineInfo, EngineRequest, SampleOutput, pack_ids, unpack_ids
 from batchgen.engine.output_processor import OutputProcessor
 from batchgen.engine.scheduler_output import TokenLogprobs
 from batchgen.errors import ConfigError
@@ -27,8 +27,12 @@ def told(token: int, value: float = -1.0, *others: tuple[int, float, int], rank:
 class Core:
     """Plays the core's part for one request."""
 
-    def __init__(self, request: EngineRequest, **options: Any):
-        self.processor = OutputProcessor(ByteTokenizer(), **options)
+    def __init__(self, request: EngineRequest, max_model_len: int = 100):
+        info = EngineInfo(
+            model="", architecture="", max_model_len=max_model_len, vocab_size=300, eos_token_ids=(290,),
+            num_blocks=1, block_size=16, reproducible=True, resolved={},
+        )  # fmt: skip
+        self.processor = OutputProcessor(ByteTokenizer(), info)
         self.sent = self.processor.add(request)
 
     def message(self, ids: bytes, index: int = 0, value: float | None = None, **values: Any) -> SampleOutput:
@@ -146,8 +150,7 @@ def test_beams_come_once_in_the_order_of_the_core(make_request: MakeRequest) -> 
         core.message(b"next", 1, finish_reason="length", cumulative_logprob=-1.0),
         core.message(b"last", 2, finish_reason="length", cumulative_logprob=-9.0),
     )
-    # The text of what ended the sample is no part of it: here the last byte stands for end-of-sequence.
-    assert [(each.index, each.text) for each in output.outputs] == [(0, "bes"), (1, "next")]
+    assert [(each.index, each.text) for each in output.outputs] == [(0, "best"), (1, "next")]
     assert [each.cumulative_logprob for each in output.outputs] == [-1.25, -1.0]
     assert core.processor.in_flight() == []
 
@@ -211,3 +214,17 @@ def test_a_prompt_is_cut_to_its_last_tokens(
     core = Core(make_request("a", prompt, truncate_prompt_tokens=wanted), max_model_len=9)
     (output,) = core.say(core.message(b"x", finish_reason="length"))
     assert unpack_ids(core.sent.prompt_token_ids) == output.prompt_token_ids == (kept or prompt)
+
+
+def test_only_an_end_of_sequence_is_left_out_of_the_text(make_request: MakeRequest) -> None:
+    for last, text in ((257, "yes"), (290, "yes"), (ord("!"), "yes!")):  # of tokenizer, model, and a grammar
+        core = Core(make_request("a", [1], skip_special_tokens=False))
+        ids = pack_ids([*b"yes", last])
+        (output,) = core.say(SampleOutput("a", 0, ids, "stop", serial=1))
+        assert output.outputs[0].text == text
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score(make_request: MakeRequest) -> None:
+    core = Core(make_request("a", [9], prompt_logprobs=0))
+    (output,) = core.say(core.message(b"x", finish_reason="length"))
+    assert output.prompt_logprobs == [None]
