@@ -16,7 +16,7 @@
 #define NO_MEMORY -4
 
 /* Below this many logits a second thread costs more than it brings. */
-#define SERIAL_LOGITS 16384
+#define SERIAL_LOGITS 131072
 
 typedef double vd __attribute__((vector_size(VW * 4), may_alias));
 typedef float vh_unaligned __attribute__((vector_size(VW * 2), aligned(4), may_alias));

@@ -2,6 +2,9 @@
  * that the row alone fixes. */
 #include "row_scan.h"
 
+/* Below this many tokens of history a second thread costs more than it brings. */
+#define SERIAL_TOKENS 32768
+
 typedef struct {
     float value;
     int32_t id;
@@ -111,7 +114,7 @@ int64_t bg_penalise(float *x, int64_t stride, int64_t n, const int64_t *rows, in
                     const int64_t *starts, const int64_t *num_prompt, const double *repetition,
                     const double *frequency, const double *presence, int threads) {
     int64_t status = 0;
-#pragma omp parallel num_threads(threads) if (count > 1 && starts[count] > 1024)
+#pragma omp parallel num_threads(threads) if (count > 1 && starts[count] > SERIAL_TOKENS)
     {
         int32_t *counts = calloc((size_t)n, 4);
 #pragma omp for schedule(static)

@@ -155,7 +155,8 @@ def test_no_order_of_values_is_slow(make_kernels) -> None:
 
 
 def test_same_bits_in_any_batch(make_invariant_kernels, num_threads) -> None:
-    kernels, values, ways = make_invariant_kernels(), logits(60, 900, seed=3), mixed(60, seed=4)
+    # Enough for several threads.
+    kernels, values, ways = make_invariant_kernels(), logits(60, 2500, seed=3), mixed(60, seed=4)
     together = values.clone()
     tokens = kernels.sample(together, ways)
     numbers = torch.tensor([row % 40 for row in range(60)])
@@ -228,7 +229,7 @@ def test_penalties_by_hand(make_kernels) -> None:
 @pytest.mark.parametrize("width", [5, 1000])
 def test_penalise(width: int, make_kernels, truth, num_threads) -> None:
     draw, values = np.random.default_rng(width), logits(50, width)
-    lengths = draw.integers(0, 300, 40)
+    lengths = draw.integers(0, 3000, 40)
     given = penalties(
         rows=draw.permutation(50)[:40], tokens=draw.integers(-1, width + 2, lengths.sum()),
         starts=np.concatenate([[0], lengths.cumsum()]), num_prompt=lengths // 2,
@@ -255,3 +256,27 @@ def test_what_does_not_fit_is_refused(make_kernels) -> None:
         kernels.penalise(values, penalties(rows=[2], tokens=[1], starts=[0, 1], num_prompt=[0]))
     with pytest.raises(KernelError, match="starts must run"):
         kernels.penalise(values, penalties(rows=[1], tokens=[1], starts=[0, 2], num_prompt=[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gives_what_a_cpu_gives(truth) -> None:
+    kernels = choose("cuda", "float16", head_dim=64)
+    values, ways = logits(64, 5000, seed=8), mixed(64, seed=8)
+    expected, found = values.clone(), values.cuda()
+    assert torch.equal(kernels.sample(found, ways), truth.sample(expected, ways))
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=0)
+    asked, numbers = torch.tensor([[7, -1]] * 64), torch.tensor([9] * 64)
+    told, right = (
+        kernels.score_tokens(values.cuda(), asked, numbers),
+        truth.score_tokens(values, asked, numbers),
+    )
+    assert torch.equal(told.top_ids, right.top_ids)
+    assert torch.equal(told.ranks, right.ranks)
+    torch.testing.assert_close(told.log_total, right.log_total)
+    given = penalties(rows=[3, 60], tokens=[1, 1, 4999, 2], starts=[0, 3, 4], num_prompt=[1, 0],
+                      repetition=[1.5, 0.5], frequency=[1.0, 0.0], presence=[0.0, 2.0])  # fmt: skip
+    expected, found = values.clone(), values.cuda()
+    truth.penalise(expected, given)
+    kernels.penalise(found, given)
+    torch.testing.assert_close(found.cpu(), expected)
