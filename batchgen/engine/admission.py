@@ -1,8 +1,6 @@
 """Admission: which waiting groups may run now, and who may overtake whom."""
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -13,6 +11,7 @@ from batchgen.engine.pins import Pins
 from batchgen.engine.prefix_cache import Hits
 from batchgen.engine.refusals import too_big
 from batchgen.engine.request_table import RequestTable
+from batchgen.engine.rules import Chunks, PromptDelay, Rules
 from batchgen.engine.step import StepBuilder
 from batchgen.engine.swap import Swapper
 
@@ -26,34 +25,6 @@ class Verdict(Enum):
     OK = "ok"
     LATER = "later"
     NEVER = "never"
-
-
-@dataclass(slots=True)
-class Rules:
-    """How requests share the steps; what may change while running is changed here.
-
-    Args:
-        max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: most tokens computed in a step.
-        enable_chunked_prefill: whether a prompt may be computed over several steps.
-        long_prefill_token_threshold: most tokens of one sequence in a step, 0 for no such limit; not heeded
-            while its request is alone.
-        delay_factor: while others run, new prompts wait this many times the duration of the last step that
-            admitted one.
-        max_loras: most adapters among those that run; None for no limit.
-        skip_window: how many waiting groups that cannot run now are passed over in search of one that can.
-        most_overtaken: how many may be admitted before a group that stands ahead of them. Then nobody is
-            admitted until it is, so nobody waits for ever.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    delay_factor: float = 0.0
-    max_loras: int | None = None
-    skip_window: int = 8
-    most_overtaken: int = 32
 
 
 class Plan(NamedTuple):
@@ -77,9 +48,6 @@ class Plan(NamedTuple):
 class Admission:
     """Takes groups from `swapped` and `waiting` into `running`, in the policy's order as far as they fit.
 
-    Attributes:
-        most_at_once: tokens of one sequence that a step may compute.
-
     Args:
         run: lets an admitted group compute in a step.
     """
@@ -92,8 +60,9 @@ class Admission:
         swapper: Swapper,
         pins: Pins,
         counters: Counters,
+        chunks: Chunks,
+        delay: PromptDelay,
         run: Callable[[Group, StepBuilder], None],
-        clock: Callable[[], float] = time.monotonic,
     ):
         self._rules = rules
         self._blocks = blocks
@@ -102,15 +71,8 @@ class Admission:
         self._pins = pins
         self._counters = counters
         self._run = run
-        self._delay = PromptDelay(rules, table, clock)
-        self.most_at_once = rules.max_num_batched_tokens
-
-    def begin_step(self) -> None:
-        """A step begins; the one before it has ended."""
-        self._delay.begin_step()
-        table, threshold = self._table, self._rules.long_prefill_token_threshold
-        is_alone = len(table.running) + len(table.waiting) + len(table.swapped) == 1
-        self.most_at_once = self._rules.max_num_batched_tokens if is_alone or not threshold else threshold
+        self._chunks = chunks
+        self._delay = delay
 
     def admit(self, step: StepBuilder) -> None:
         """Take in whoever fits into the rest of a step: swapped groups first, then waiting ones."""
@@ -181,13 +143,6 @@ class Admission:
         self._table.run(group)
         return Verdict.OK
 
-    def chunk(self, rest: int, budget: int) -> int:
-        """How many of the `rest` tokens that a sequence lacks it computes in a step with so much budget."""
-        rules = self._rules
-        if not rules.enable_chunked_prefill and budget < rest <= rules.max_num_batched_tokens:
-            return 0
-        return min(rest, budget, self.most_at_once)
-
     def lacking(self, group: Group, step: StepBuilder) -> tuple[int, int] | None:
         """Sequences and blocks that a group lacks; None if it lacks nothing, or room would not help."""
         if not self._may_run(group) or self._delay.holds():
@@ -234,7 +189,7 @@ class Admission:
         is_forked = min(len(group.sequences), width) > 1
         num_tokens = group.num_shared_tokens() if is_forked else leader.num_tokens
         hits = blocks.lookup(leader, _most_hit_tokens(group, num_tokens - 1))
-        chunk = self.chunk(num_tokens - hits.num_blocks * blocks.block_size, step.budget)
+        chunk = self._chunks.size(num_tokens - hits.num_blocks * blocks.block_size, step.budget)
         apart = max(total - blocks.blocks_for(num_tokens), 0)
         needed = self._num_needed(hits, num_tokens, chunk, apart)
         return Plan(width, num_tokens, hits, chunk, needed)
@@ -284,38 +239,6 @@ class Admission:
         if self._table.running:
             return 0
         return max(room, 1) if group.can_split else group.width
-
-
-class PromptDelay:
-    """Holds new prompts back while others run, so that more of them are computed together."""
-
-    def __init__(self, rules: Rules, table: RequestTable, clock: Callable[[], float]):
-        self._rules = rules
-        self._table = table
-        self._clock = clock
-        self._begun_at = 0.0
-        self._has_admitted = False
-        self._latency_s = 0.0
-
-    def begin_step(self) -> None:
-        """A step begins; the one before it has ended."""
-        if self._rules.delay_factor:
-            now = self._clock()
-            if self._has_admitted:
-                self._latency_s = now - self._begun_at
-            self._begun_at, self._has_admitted = now, False
-
-    def admitted(self) -> None:
-        """This step computes a prompt."""
-        self._has_admitted = True
-
-    def holds(self) -> bool:
-        """Whether waiting groups must wait on: somebody runs, and the oldest has not waited long enough."""
-        factor = self._rules.delay_factor
-        if not factor or not self._table.running or not self._table.waiting:
-            return False
-        oldest = min(group.request.arrived_at for group in self._table.waiting)
-        return self._clock() - oldest <= factor * self._latency_s
 
 
 def _most_hit_tokens(group: Group, most: int) -> int:

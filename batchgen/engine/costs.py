@@ -22,6 +22,9 @@ class Costs(Protocol):
     def swap_s(self, num_bytes: int) -> float:
         """Seconds to copy so many bytes between the device and the host."""
 
+    def observe(self, step: SchedulerOutput, result: StepResult, seconds: float) -> None:
+        """Be told how long a step took."""
+
 
 class CostModel:
     """Rates, each a running mean of what steps showed.

@@ -60,6 +60,7 @@ class Intake:
         for seq_id, scores in result.prompt_logprobs.items():
             request = step.scored[seq_id]
             request.prompt_logprobs += scores
+            request.num_scores += len(scores)
         beams: dict[int, dict[Sequence, int]] = {}
         row = 0
         for sequence, drafts in step.draws:

@@ -4,25 +4,26 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from batchgen.engine.admission import Admission, Rules
+from batchgen.engine.admission import Admission
 from batchgen.engine.beam_group import BeamGroups, Beams
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.costs import CostModel, Costs
 from batchgen.engine.detokenizer import Decoder
 from batchgen.engine.drafting import Drafting
-from batchgen.engine.group import Group
 from batchgen.engine.intake import Intake
 from batchgen.engine.messages import EngineRequest, Limits, SampleOutput
 from batchgen.engine.metrics import Counters
 from batchgen.engine.pins import Pins
 from batchgen.engine.policy import Rank, fcfs
 from batchgen.engine.preemption import Preemption
-from batchgen.engine.refusals import outgrown, refusal, too_big, too_wide
+from batchgen.engine.refusals import refusal, too_big, too_wide
 from batchgen.engine.request import Request
 from batchgen.engine.request_table import RequestTable
+from batchgen.engine.rules import Chunks, PromptDelay, Rules
+from batchgen.engine.running import RunningPass
 from batchgen.engine.scheduler_output import SchedulerOutput, StepResult
 from batchgen.engine.speculation import Speculation
-from batchgen.engine.step import StepBuilder, StepInFlight, Work
+from batchgen.engine.step import StepBuilder, StepInFlight
 from batchgen.engine.swap import Swapper
 from batchgen.errors import EngineError
 from batchgen.outputs import RowFailure
@@ -35,10 +36,6 @@ class Scheduler:
     lacks, running ones first, within `max_num_batched_tokens`. `update` takes in the drawn tokens. A step may
     be scheduled before the result of the one before it is known; the token not known yet is then a
     placeholder.
-
-    The running groups are kept in the order of the policy, so the victim of a preemption is always the last
-    of them, and it has never been scheduled in the same step: neither tokens nor copies have to be taken
-    back.
 
     Args:
         blocks: the KV blocks.
@@ -82,17 +79,29 @@ class Scheduler:
         self.drafting = None if speculation is None else Drafting(speculation, blocks, self.counters)
         self.pins = Pins(blocks, self.counters)
         swapper = Swapper(blocks)
-        self._admission = Admission(
-            self.rules, blocks, self.table, swapper, self.pins, self.counters, self._run, clock
-        )
+        self.costs = costs or CostModel(block_bytes)
         self._preemption = Preemption(
             blocks,
             self.table,
             swapper,
             self.counters,
-            costs or CostModel(block_bytes),
+            self.costs,
             mode=preemption_mode,
             block_bytes=block_bytes,
+        )
+        self._chunks = Chunks(self.rules, self.table)
+        self._delay = PromptDelay(self.rules, self.table, clock)
+        self._running = RunningPass(blocks, self.table, self._preemption, self.pins, self._chunks)
+        self._admission = Admission(
+            self.rules,
+            blocks,
+            self.table,
+            swapper,
+            self.pins,
+            self.counters,
+            self._chunks,
+            self._delay,
+            self._running.run,
         )
         beams = BeamGroups(self.table, self.counters)
         self._intake = Intake(self.table, self.pins, self.counters, beams, self.drafting)
@@ -153,7 +162,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Put together the next step; it is empty when nothing can be computed now."""
-        self._admission.begin_step()
+        self._chunks.begin_step()
+        self._delay.begin_step()
         step = StepBuilder(
             self.rules.max_num_batched_tokens,
             self.blocks,
@@ -161,7 +171,7 @@ class Scheduler:
             can_draft=self.drafting is not None,
         )
         self._preemption.evict_for_head(step, self._admission)
-        self._schedule_running(step)
+        self._running.run_all(step)
         if not step.has_preempted:
             self._admission.admit(step)
             if self.drafting is not None:
@@ -180,6 +190,7 @@ class Scheduler:
     def step_ended(self, step: SchedulerOutput, result: StepResult, seconds: float) -> None:
         """Be told how long a step took, its scheduling left out."""
         self.counters.step_time_s += seconds
+        self.costs.observe(step, result, seconds)
         if self.drafting is not None:
             self.drafting.speculation.step_ended(step.num_tokens, len(result.token_ids), seconds)
             self.drafting.speculation.forget(step.finished_seq_ids)
@@ -196,7 +207,7 @@ class Scheduler:
         """
         self._in_flight.clear()
         for request in self.table.requests.values():
-            request.next_scored = request.first_scored + len(request.prompt_logprobs)
+            request.next_scored = request.first_scored + request.num_scores
             for group in request.groups:
                 for sequence in group.sequences:
                     sequence.num_placeholders = 0
@@ -211,91 +222,3 @@ class Scheduler:
         """Forget what blocks hold, and every pinned prefix; whoever uses blocks keeps them."""
         self.pins.clear()
         self.blocks.pool.forget_all()
-
-    def _schedule_running(self, step: StepBuilder) -> None:
-        running = self.table.running
-        position = 0
-        while position < len(running) and step.budget > 0:
-            group = running[position]
-            work = self._work(group, step.budget)
-            while work and not self._schedule_group(work, step):
-                work = self._make_room(group, work, step)
-            position += 1
-
-    def _run(self, group: Group, step: StepBuilder) -> None:
-        """Let a group that was just admitted compute; it waits for the next step if blocks are lacking."""
-        work = self._work(group, step.budget)
-        if work:
-            self._schedule_group(work, step)
-
-    def _schedule_group(self, work: list[Work], step: StepBuilder) -> bool:
-        """Schedule what sequences of a group compute, if there are blocks for all of it."""
-        copies = self.blocks.grow([(each, each.num_computed_tokens + count) for each, count in work])
-        if copies is None:
-            return False
-        step.copies += copies
-        for sequence, count in work:
-            step.schedule(sequence, count)
-        return True
-
-    def _work(self, group: Group, budget: int) -> list[Work]:
-        """What the sequences of a running group compute in this step, as far as the budget goes."""
-        if group.shared_until and group.sequences[0].num_computed_tokens >= group.shared_until:
-            for sequence in group.sequences[1:]:
-                self.blocks.fork(group.sequences[0], sequence)
-            group.shared_until = 0
-        if group.beam is not None and not group.shared_until:
-            return _beam_work(group, min(budget, self._admission.most_at_once))
-        if group.shared_until:
-            leader = group.sequences[0]
-            count = self._admission.chunk(group.shared_until - leader.num_computed_tokens, budget)
-            return [Work(leader, count)] if count else []
-        work: list[Work] = []
-        for sequence in group.sequences:
-            count = sequence.num_tokens - sequence.num_computed_tokens
-            # A sample that ends with the token under way, whatever that is, computes no other.
-            if count <= 0 or sequence.num_tokens >= sequence.request.max_total_tokens:
-                continue
-            if budget == 0:
-                break
-            if count > 1:
-                count = self._admission.chunk(count, budget)
-                if count == 0:
-                    break
-            work.append(Work(sequence, count))
-            budget -= count
-        return work
-
-    def _make_room(self, group: Group, work: list[Work], step: StepBuilder) -> list[Work]:
-        """Take blocks from the last; gives what the group can compute then, or nothing."""
-        running = self.table.running
-        if len(running) > 1:
-            self._preemption.preempt(running[-1], step)
-            return work if running and running[-1].order >= group.order else []
-        if self.pins.yield_oldest():
-            return work
-        if len(group.sequences) > 1 and group.can_split:
-            step.has_preempted = True
-            further = self.table.split(group, len(group.sequences) - 1)
-            return [each for each in work if each.sequence.group is not further]
-        if group.has_placeholders:
-            return []  # The token under way may end it without another block.
-        failure = outgrown(group, self.blocks)
-        self.table.fail_group(group, failure)
-        return []
-
-
-def _beam_work(group: Group, budget: int) -> list[Work]:
-    """What the beams of a group compute: all draw in the same step, or none does."""
-    if group.has_placeholders:
-        return []
-    lacking = [each.num_tokens - each.num_computed_tokens for each in group.sequences]
-    if sum(lacking) <= budget:
-        return [Work(*each) for each in zip(group.sequences, lacking, strict=True)]
-    work: list[Work] = []
-    for sequence, count in zip(group.sequences, lacking, strict=True):
-        count = min(count - 1, budget)
-        if count:
-            work.append(Work(sequence, count))
-            budget -= count
-    return work
