@@ -103,4 +103,4 @@ def _blocks(num_tokens: int, window: int | None, chunk: int, block_size: int) ->
     if window is None:
         return whole
     # The first query of a chunk sees window - 1 positions before its own, anywhere among the blocks.
-    return min(whole, -(-(window - 1 + chunk) // block_size) + 1)
+    return min(whole, (window - 1 + chunk - 2) // block_size + 2)
