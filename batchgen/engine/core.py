@@ -16,6 +16,7 @@ from batchgen.engine.metrics import snapshot
 from batchgen.engine.policy import POLICIES
 from batchgen.engine.prefix_cache import cache_root
 from batchgen.engine.request_table import RequestTable
+from batchgen.engine.rules import Rules
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.speculation import Speculation
 from batchgen.engine.watchdog import Watchdog
@@ -64,6 +65,7 @@ class EngineCore:
             pid=os.getpid(),
         )
         self.is_paused = False
+        self.is_asleep = False
         self._tokenizer = cache(partial(_load_tokenizer, config.model))
         self._kv_dtype = str(resolved["kv_cache_dtype"])
         self._blocks = BlockManager(
@@ -82,9 +84,15 @@ class EngineCore:
             vocab_size=loaded.vocab_size,
             eos_token_ids=eos_token_ids,
             rank=POLICIES[resolved["scheduling_policy"]],
+            enable_chunked_prefill=resolved["enable_chunked_prefill"],
+            long_prefill_token_threshold=resolved["long_prefill_token_threshold"],
+            delay_factor=resolved["delay_factor"],
+            preemption_mode=resolved["preemption_mode"],
+            block_bytes=loaded.block_bytes,
             speculation=None if ngram is None else Speculation(ngram),
             decoder=self._tokenizer,
         )
+        _check_limits(self._scheduler.rules, loaded.max_model_len)
         # The watching thread must not keep the model alive: it knows only the table of requests.
         self._watchdog = Watchdog(partial(_describe_running, self._scheduler.table))
         weakref.finalize(self, self._watchdog.stop)
@@ -93,8 +101,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` could do something: a request is unfinished and the engine is not paused."""
-        return not self.is_paused and self._scheduler.has_work
+        """Whether `step` could do something: a request is unfinished, and the engine not paused or asleep."""
+        return not (self.is_paused or self.is_asleep) and self._scheduler.has_work
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run is answered by the next `step` with a row failure."""
@@ -104,8 +112,8 @@ class EngineCore:
             failure = RowFailure(
                 FailureCode.INVALID_PARAMETER, f"{unbuilt} are not built yet; leave them out"
             )
-        elif request.params.use_beam_search and request.params.stop:
-            failure = self._cannot_decode()
+        else:
+            failure = self._refusal(request)
         root = cache_root(cache_salt=request.cache_salt, features=request.features, kv_dtype=self._kv_dtype)
         self._scheduler.add(request, root, failure)
 
@@ -131,13 +139,44 @@ class EngineCore:
         """Go on after `pause`."""
         self.is_paused = False
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: 1 drops KV blocks and moves weights to host memory, 2 drops both.
+
+        Requests in flight wait, with the tokens drawn so far; `wake_up` lets them be computed anew.
+
+        Raises:
+            BatchgenError: as the executor's `sleep`; for a level that there is not.
+        """
+        try:
+            self.executor.sleep(level)
+            self.is_asleep = True
+        finally:
+            # What blocks held is lost, or nobody knows.
+            self._scheduler.abandon_steps()
+
+    def wake_up(self) -> None:
+        """Be ready again after `sleep`; nothing is cached then."""
+        self.executor.wake_up()
+        self.is_asleep = False
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks and end all pins. Requests in flight keep the blocks they use; always True."""
+        self._scheduler.reset_prefix_cache()
+        return True
+
+    def unpin_prefix(self, request_id: str) -> bool:
+        """Let the blocks go that a pinned request keeps; False if it keeps none, or none any longer."""
+        return self._scheduler.pins.unpin(request_id)
+
     def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter."""
         raise ConfigError(f"adapter {name!r} ({path}): LoRA adapters are not built yet")
 
     def stats(self, with_block_map: bool = False) -> EngineStats:
         """The numbers of this moment."""
-        return snapshot(self._scheduler, is_paused=self.is_paused, with_block_map=with_block_map)
+        return snapshot(
+            self._scheduler, is_paused=self.is_paused or self.is_asleep, with_block_map=with_block_map
+        )
 
     def step(self) -> list[SampleOutput]:
         """Compute one step and tell what is new.
@@ -146,7 +185,7 @@ class EngineCore:
             BaseException: whatever the executor raises, an interrupt included. The step is then forgotten,
                 and those who ran are recomputed by the following steps.
         """
-        if self.is_paused:
+        if self.is_paused or self.is_asleep:
             return self._scheduler.take_outputs()
         plan = self._scheduler.schedule()
         if plan.is_empty:
@@ -172,6 +211,18 @@ class EngineCore:
         self._watchdog.stop()
         self.executor.shutdown()
 
+    def _refusal(self, request: EngineRequest) -> RowFailure | None:
+        """Why this engine cannot do what a request asks, whatever its prompt; None if it can."""
+        params = request.params
+        if request.is_pinned and not self._blocks.enable_prefix_caching:
+            return RowFailure(
+                FailureCode.INVALID_PARAMETER, "a prefix can be pinned only with enable_prefix_caching: true"
+            )
+        if params.use_beam_search and params.stop and (failure := self._cannot_decode()):
+            return failure
+        reason = self.executor.refusal(params)
+        return None if reason is None else RowFailure(FailureCode.INVALID_PARAMETER, reason)
+
     def _cannot_decode(self) -> RowFailure | None:
         """Why stop strings cannot be looked for here; None if they can, with the tokenizer loaded."""
         try:
@@ -190,8 +241,7 @@ class EngineCore:
             raise EngineError(f"requests {list(table.requests)[:5]} are in no queue")
         needed = self._blocks.blocks_for_group(head, 1)
         message = (
-            f"request {head.request.request_id} cannot move: it needs "
-            f"{needed} blocks, "
+            f"request {head.request.request_id} cannot move: it needs {needed} blocks, "
             f"{pool.num_free} of {pool.num_blocks} are free, {len(table.running)} requests run, "
             f"{len(table.waiting)} wait, {len(table.swapped)} are swapped out"
         )
@@ -209,6 +259,16 @@ class EngineCore:
                 capacity,
                 self.info.max_model_len,
             )
+
+
+def _check_limits(rules: Rules, max_model_len: int) -> None:
+    """Whether every prompt can be computed in one step where it must."""
+    if not rules.enable_chunked_prefill and rules.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"engine setting enable_chunked_prefill=False needs max_num_batched_tokens of max_model_len "
+            f"({max_model_len}) or more, for a prompt is then computed in one step; it is "
+            f"{rules.max_num_batched_tokens}"
+        )
 
 
 def _load_tokenizer(settings: ModelSettings) -> Decoder:
