@@ -77,20 +77,20 @@ class SampleText:
         Args:
             ids: drawn since the last call.
             finish_reason: why the core ended the sample with the last of them, or None.
-            stop_reason: the stop token id with which it did.
+            stop_reason: the stop token id with which it did, or the stop string that a beam came to contain.
             logprobs: of each of `ids`, if the core tells them.
             valid: whether the sample's grammar may end after the last of them.
         """
         # The token that ended a sample is counted, but its text is no part of the output: never for
         # end-of-sequence, for a stop token only when asked.
-        # A sample that its grammar ended has no such token.
+        # A sample that its grammar ended has no such token, nor has a beam that a stop string ended.
         is_hidden = (
             finish_reason == FinishReason.STOP
             and bool(ids)
             and (
                 ids[-1] in self._end_ids
                 if stop_reason is None
-                else not self._params.include_stop_str_in_output
+                else isinstance(stop_reason, int) and not self._params.include_stop_str_in_output
             )
         )
         num_visible = len(ids) - 1 if is_hidden else len(ids)
