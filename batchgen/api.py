@@ -192,7 +192,7 @@ class LLM:
         return self._engine.in_flight()
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`.
+        """Give memory back until `wake_up`. What was enqueued waits, and loses nothing but time.
 
         Args:
             level: 1 drops the KV cache and, on a GPU, moves the weights to host memory; 2 drops both, and
@@ -218,7 +218,7 @@ class LLM:
         return self._runner.is_asleep
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False, and nothing done, while requests or pins use any."""
+        """Forget all cached blocks and end all pins; requests that run keep what they use."""
         return self._runner.ask(self._engine.reset_prefix_cache)
 
     def pin_prefix(self, prompt: Prompt) -> str:

@@ -129,7 +129,7 @@ class AsyncLLM:
         await asyncio.wrap_future(self._thread.abort_ids(ids))
 
     async def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; see `LLM.sleep`. What is in flight waits."""
+        """Give memory back until `wake_up`; what is in flight waits, and loses nothing but time."""
         check_level(level)
         await asyncio.wrap_future(self._thread.ask(lambda client: client.sleep(level)))
         self._is_asleep = True
@@ -146,7 +146,7 @@ class AsyncLLM:
         return self._is_asleep
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False, and nothing done, while requests use any."""
+        """Forget all cached blocks; requests that run keep what they use."""
         return await asyncio.wrap_future(self._thread.ask(lambda client: client.reset_prefix_cache()))
 
     async def get_metrics(self) -> EngineStats:

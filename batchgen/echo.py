@@ -59,8 +59,8 @@ class EchoEngine:
     A step gives each running sequence one token; blocks are reserved for a request's whole length when it
     starts, in the order of arrival. Honours `n`, `max_tokens`, `min_tokens`, `stop`, `ignore_eos`,
     `truncate_prompt_tokens`, log probabilities (each token is certain), limits, pause, sleep and abort.
-    Greedy requests ignore the seed; penalties, bias and grammars change nothing, and a sample of a request with a
-    grammar is not `valid`. Sends nothing before a request has finished, even to one that streams.
+    Greedy requests ignore the seed; penalties, bias and grammars change nothing, and a sample of a request
+    with a grammar is not `valid`. Sends nothing before a request has finished, even to one that streams.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class EchoEngine:
     def reset_prefix_cache(self) -> bool:
         """Nothing is cached."""
         self._check_alive()
-        return not self._running
+        return True
 
     def unpin_prefix(self, request_id: str) -> bool:
         """Nothing is pinned."""

@@ -151,7 +151,7 @@ class ChildClient:
         self._call("wake_up")
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks; False while any is in use."""
+        """Forget cached blocks and end all pins; whether that was done."""
         return bool(self._call("reset_prefix_cache"))
 
     def unpin_prefix(self, request_id: str) -> bool:

@@ -53,14 +53,14 @@ class EngineClient(Protocol):
     def sleep(self, level: int = 1) -> None:
         """Give memory back: 1 drops KV blocks and moves weights to host memory, 2 drops both.
 
-        Requests in flight wait, and are computed anew after `wake_up`.
+        Requests in flight wait with the tokens drawn so far, and are computed anew after `wake_up`.
         """
 
     def wake_up(self) -> None:
         """Be ready again after `sleep`; nothing is cached then."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False, and nothing done, while any block is in use."""
+        """Forget all cached blocks and end all pins; whether that was done. Blocks in use stay in use."""
 
     def unpin_prefix(self, request_id: str) -> bool:
         """Let the blocks go that a pinned request (`is_pinned`) keeps; False if it keeps none."""

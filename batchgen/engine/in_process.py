@@ -84,7 +84,7 @@ class InProcessClient:
         self._core.wake_up()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks; False while any is in use."""
+        """Forget cached blocks and end all pins; whether that was done."""
         return self._core.reset_prefix_cache()
 
     def unpin_prefix(self, request_id: str) -> bool:

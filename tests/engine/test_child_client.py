@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from batchgen.engine.child import Hello
 from batchgen.engine.child_client import ChildClient
 from batchgen.engine.messages import EngineRequest, Limits
 from batchgen.engine.start import start_engine
-from batchgen.errors import EngineError, WeightsError
+from batchgen.errors import ConfigError, EngineError, WeightsError
 from batchgen.outputs import RequestOutput
 from batchgen.testing import ByteTokenizer
 
@@ -115,6 +116,52 @@ def test_limits_pause_and_resume_reach_the_child(
     assert wait_until(lambda: client.stats().num_requests_finished == 1)
 
 
+def test_calls_are_answered_and_disturb_nobody(
+    start: Callable[..., ChildClient], make_request: MakeRequest, expected_tokens: Any
+) -> None:
+    client = start("load_slow")
+    request = make_request("a", [1], max_tokens=20)
+    client.add(request)
+    while not client.poll(timeout_s=30):
+        pass
+    assert client.reset_prefix_cache() is True
+    assert client.unpin_prefix("unknown") is False
+    with pytest.raises(ConfigError, match=r"adapter 'x' \(there\)"):
+        client.load_adapter("x", "there")
+    client.sleep(1)
+    assert client.poll(timeout_s=0.2) == []
+    client.wake_up()
+    ends = finish(client)
+    assert ends["a"].outputs[0].token_ids == expected_tokens(request)
+    client.sleep(1)
+    client.wake_up()
+    client.add(make_request("b", [1], max_tokens=1))
+    assert list(finish(client)) == ["b"]
+
+
+def test_a_pinned_request_is_answered_without_tokens(
+    start: Callable[..., ChildClient], make_request: MakeRequest
+) -> None:
+    client = start()
+    client.add(replace(make_request("pin", range(40), max_tokens=1), is_pinned=True))
+    (output,) = finish(client).values()
+    assert [sample.token_ids for sample in output.outputs] == [[]]
+    assert client.stats(with_block_map=True).num_pinned_blocks == 2
+    assert client.unpin_prefix("pin") is True
+    assert client.stats(with_block_map=True).num_pinned_blocks == 0
+
+
+def test_a_poll_can_be_woken_from_another_thread(
+    start: Callable[..., ChildClient], make_request: MakeRequest
+) -> None:
+    client = start("load_stuck")
+    client.add(make_request("a", [1]))
+    threading.Timer(0.1, client.wake).start()
+    began = time.monotonic()
+    assert client.poll(timeout_s=20) == []
+    assert time.monotonic() - began < 10
+
+
 def test_stop_strings_end_a_sample_in_the_child(
     start: Callable[..., ChildClient], make_request: MakeRequest
 ) -> None:
@@ -161,6 +208,8 @@ def test_a_killed_child_is_an_error_with_its_last_words_and_what_was_in_flight(
         lambda: client.add(make_request("c", [1])),
         lambda: client.abort(["next"]),
         lambda: client.set_limits(Limits(max_num_seqs=1)),
+        lambda: client.sleep(1),
+        client.reset_prefix_cache,
         lambda: client.stats(with_block_map=True),
     ):
         with pytest.raises(EngineError, match="SIGKILL"):

@@ -1,3 +1,4 @@
+import threading
 import time
 from typing import Any
 
@@ -5,6 +6,7 @@ import pytest
 
 from batchgen.engine.messages import Limits
 from batchgen.engine.scheduler_output import SchedulerOutput
+from batchgen.errors import ConfigError
 from batchgen.outputs import RequestOutput
 from batchgen.sampling_params import RequestOutputKind
 
@@ -81,3 +83,35 @@ def test_an_interrupt_leaves_the_engine_usable(
     assert made.client.in_flight() == ["a"]
     assert finish(made.client)["a"].outputs[0].token_ids == expected_tokens(requests[0])
     made.client.shutdown()
+
+
+def test_calls_are_answered_and_disturb_nobody(
+    make_client: Any, make_request: Any, expected_tokens: Any
+) -> None:
+    made = make_client()
+    request = make_request("a", [1], max_tokens=9)
+    made.client.add(request)
+    made.client.poll()
+    assert made.client.reset_prefix_cache() is True
+    assert made.client.unpin_prefix("unknown") is False
+    with pytest.raises(ConfigError, match="adapter 'x'"):
+        made.client.load_adapter("x", "there")
+    made.client.sleep(1)
+    assert made.client.poll(timeout_s=0.2) == []
+    made.client.wake_up()
+    assert finish(made.client)["a"].outputs[0].token_ids == expected_tokens(request)
+    made.client.sleep(2)
+    made.client.wake_up()
+
+
+def test_a_poll_can_be_woken_from_another_thread(make_client: Any, make_request: Any) -> None:
+    made = make_client()
+    made.client.add(make_request("a", [1], max_tokens=5, output_kind=RequestOutputKind.FINAL_ONLY))
+    made.client.wake()
+    assert made.client.poll() == []
+    assert len(made.executor.steps) == 1
+    made.client.pause()
+    threading.Timer(0.05, made.client.wake).start()
+    began = time.monotonic()
+    assert made.client.poll(timeout_s=20) == []
+    assert time.monotonic() - began < 10
