@@ -117,8 +117,14 @@ class Admission:
         plan = self._plan(group, width, step)
         if plan is None:
             return Verdict.NEVER
-        while is_alone and plan.num_needed > self._blocks.pool.num_free and self._pins.yield_oldest():
-            plan = plan._replace(num_needed=self._num_needed(plan.hits, plan.num_tokens, plan.chunk, 0))
+        while is_alone and plan.num_needed > self._blocks.pool.num_free:
+            if self._pins.yield_oldest():
+                plan = self._plan(group, width, step) or plan
+            elif self._blocks.has_windows and plan.chunk > 1:
+                # A long chunk holds more of a window than the tokens after it read.
+                plan = self._plan(group, width, step, most=plan.chunk // 2) or plan
+            else:
+                break
         if plan.num_needed > self._blocks.pool.num_free or not plan.chunk:
             group.lacking, group.tried_at = plan.num_needed, number
             return Verdict.LATER
@@ -175,8 +181,11 @@ class Admission:
         """Blocks that admission leaves free, for those that run to grow."""
         return self._blocks.watermark_blocks if self._table.running else 0
 
-    def _plan(self, group: Group, width: int, step: StepBuilder) -> Plan | None:
-        """How the first `width` samples of a waiting group can begin; None: never, and it has ended so."""
+    def _plan(self, group: Group, width: int, step: StepBuilder, most: int | None = None) -> Plan | None:
+        """How the first `width` samples of a waiting group can begin; None: never, and it has ended so.
+
+        `most` tokens are computed at first, if it is given.
+        """
         blocks = self._blocks
         leader = group.sequences[0]
         total = blocks.blocks_for_group(group, width)
@@ -190,6 +199,7 @@ class Admission:
         num_tokens = group.num_shared_tokens() if is_forked else leader.num_tokens
         hits = blocks.lookup(leader, _most_hit_tokens(group, num_tokens - 1))
         chunk = self._chunks.size(num_tokens - hits.num_blocks * blocks.block_size, step.budget)
+        chunk = min(chunk, most or chunk)
         apart = max(total - blocks.blocks_for(num_tokens), 0)
         needed = self._num_needed(hits, num_tokens, chunk, apart)
         return Plan(width, num_tokens, hits, chunk, needed)

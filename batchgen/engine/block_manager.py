@@ -47,6 +47,11 @@ class BlockManager:
         self.host_pool = BlockPool(num_cpu_blocks)
         self._windowed = [group for group, window in enumerate(self.group_windows) if window is not None]
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some KV group has a sliding window."""
+        return bool(self._windowed)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of `num_tokens` tokens needs to compute its next, in all KV groups."""
         blocks = -(-num_tokens // self.block_size)

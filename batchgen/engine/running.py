@@ -45,8 +45,8 @@ class RunningPass:
     def run(self, group: Group, step: StepBuilder) -> None:
         """Let a group that was just admitted compute; it waits for the next step if blocks are lacking."""
         work = self._work(group, step.budget)
-        if work:
-            self._schedule_group(work, step)
+        while work and not self._schedule_group(work, step):
+            work = self._shortened(work)
 
     def _schedule_group(self, work: list[Work], step: StepBuilder) -> bool:
         """Schedule what sequences of a group compute, if there are blocks for all of it."""
@@ -94,6 +94,8 @@ class RunningPass:
             return work if running and running[-1].order >= group.order else []
         if self._pins.yield_oldest():
             return work
+        if shorter := self._shortened(work):
+            return shorter
         if len(group.sequences) > 1 and group.can_split:
             step.has_preempted = True
             further = self._table.split(group, len(group.sequences) - 1)
@@ -103,6 +105,12 @@ class RunningPass:
         failure = outgrown(group, self._blocks)
         self._table.fail_group(group, failure)
         return []
+
+    def _shortened(self, work: list[Work]) -> list[Work]:
+        """Less for one sequence alone, whose chunk would hold more of a window than its next tokens read."""
+        if len(work) > 1 or work[0].num_tokens == 1 or not self._blocks.has_windows:
+            return []
+        return [Work(work[0].sequence, work[0].num_tokens // 2)]
 
 
 def _beam_work(group: Group, budget: int) -> list[Work]:
