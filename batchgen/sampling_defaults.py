@@ -22,7 +22,8 @@ _TAKEN = {
     "min_new_tokens": "min_tokens",
     "repetition_penalty": "repetition_penalty",
 }
-_OF_DRAWING = ("temperature", "top_p", "top_k", "min_p")
+# What a model's file may say of drawing, which a beam search does not do.
+OF_DRAWING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def generation_defaults(location: ModelLocation) -> dict[str, Any]:
@@ -61,8 +62,7 @@ def effective_params(
     origins.pop("output_kind")
     origins |= {name: "job" for name in values if name != "output_kind"}
     own: dict[str, Any] = {}
-    # A beam search draws nothing: what the model's file says of drawing is not meant for it.
-    left_out = _OF_DRAWING if values.get("use_beam_search") else ()
+    left_out = OF_DRAWING if values.get("use_beam_search") else ()
     for name, value in defaults.items():
         if name in values or name == "eos_token_id" or name in left_out:
             continue

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ from batchgen.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from batchgen.api import LLM
-    from batchgen.outputs import RequestOutput
+    from batchgen.outputs import PositionLogprobs, RequestOutput
     from batchgen.sampling_params import SamplingParams
 
 
@@ -38,24 +39,47 @@ def generate(
         list[str] | None, typer.Option(help="Text to stop before; may be given several times.")
     ] = None,
     n: Annotated[int, typer.Option("-n", min=1, help="How many texts.")] = 1,
+    beam_width: Annotated[
+        int | None, typer.Option(min=1, help="Search so many beams; the texts, best first.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="Show each token's log probability, and so many likely others.")
+    ] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="SCHEMA", help="A JSON schema or a file with one; the text conforms to it."
+        ),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole text matches it.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="The text is one of these; may be given several times.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Engine setting, as in --set max_model_len=2048."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Engine setting, as in --set max_model_len=2048, or sampling parameter, as in "
+            "--set sampling.repetition_penalty=1.1.",
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the text.")] = False,
 ) -> None:
     """Generate text for one prompt. The text goes to standard output, all else to standard error."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    engine_args = _engine_args(settings or [])
-    given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    given |= {"seed": seed, "max_tokens": max_tokens, "stop": stop or None, "n": n}
+    engine_args, given = _settings(settings or [])
+    flags: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    flags |= {"seed": seed, "max_tokens": max_tokens, "stop": stop or None, "n": n, "logprobs": logprobs}
+    flags |= _beams(beam_width, n) | _grammar(json_schema, regex, choice)
+    given |= {name: value for name, value in flags.items() if value is not None}
 
     from batchgen.api import LLM
 
     with LLM(model, **engine_args) as llm:
         if not quiet:
             typer.echo(f"{llm.info.model}: loaded in {llm.info.load_s:.1f} s", err=True)
-        params = _params(llm, {name: value for name, value in given.items() if value is not None})
+        params = _params(llm, given)
         start = time.monotonic()
         output = _generate(llm, text, system, chat, params)
         seconds = time.monotonic() - start
@@ -63,29 +87,64 @@ def generate(
         raise EngineError(f"{output.error.code}: {output.error.message}")
     for sample in output.outputs:
         typer.echo(sample.text)
+        for position in sample.logprobs or ():
+            typer.echo(_shown(position or {}), err=True)
     if not quiet:
         _summarise(output, seconds)
 
 
-def _engine_args(settings: list[str]) -> dict[str, Any]:
-    """Engine arguments from KEY=VALUE texts; the values in YAML, as in a job file."""
+def _settings(settings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Engine arguments and sampling parameters from KEY=VALUE texts; the values in YAML, as in a job file."""
     if not settings:
-        return {}
+        return {}, {}
     from batchgen.jobs.yaml_file import parse_yaml
 
-    found = {}
+    engine: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {setting}: write it as key=value")
-        found[name.strip().removeprefix("engine.")] = parse_yaml(value, f"--set {setting}").data
-    return found
+        section, _, key = name.strip().rpartition(".")
+        if section not in ("", "engine", "sampling"):
+            raise ConfigError(f"--set {setting}: there is engine.KEY and sampling.KEY here, not {section!r}")
+        (sampling if section == "sampling" else engine)[key] = parse_yaml(value, f"--set {setting}").data
+    return engine, sampling
+
+
+def _beams(width: int | None, n: int) -> dict[str, Any]:
+    """What `--beam-width` stands for: as many texts as beams, unless `-n` says how many."""
+    if width is None:
+        return {}
+    return {"use_beam_search": True, "temperature": 0, "best_of": width, "n": n if n > 1 else width}
+
+
+def _grammar(json_schema: str | None, regex: str | None, choice: list[str] | None) -> dict[str, Any]:
+    given = {"json": json_schema, "regex": regex, "choice": choice or None}
+    found = {name: value for name, value in given.items() if value is not None}
+    if json_schema is not None and not json_schema.lstrip().startswith("{"):
+        path = Path(json_schema)
+        if not path.is_file():
+            raise ConfigError(f"--json {json_schema}: neither a JSON schema nor a file that is there")
+        found["json"] = path.read_text(encoding="utf-8")
+    return {"structured_outputs": found} if found else {}
 
 
 def _params(llm: "LLM", given: dict[str, Any]) -> "SamplingParams":
-    from dataclasses import replace
+    """The model's own parameters with what was given in their place."""
+    from batchgen.sampling_defaults import OF_DRAWING
+    from batchgen.sampling_params import SamplingParams
 
-    return replace(llm.get_default_sampling_params(), **given)
+    defaults = llm.get_default_sampling_params().to_mapping()
+    if given.get("use_beam_search"):
+        for name in OF_DRAWING:
+            del defaults[name]
+    return SamplingParams.from_mapping({**defaults, **given}, "--set sampling")
+
+
+def _shown(position: "PositionLogprobs") -> str:
+    """A token and the likely others, in one line."""
+    return "  ".join(f"{entry.decoded_token!r} {entry.logprob:.3f}" for entry in position.values())
 
 
 def _generate(

