@@ -119,7 +119,7 @@ class BeamGroups:
                     stop_reason=found.stop.stop_reason,
                     num_cached_tokens=request.num_cached_tokens,
                     serial=request.source.serial,
-                    logprobs=tuple(found.logprobs) if request.wants_logprobs else None,
+                    logprobs=None if request.params.logprobs is None else tuple(found.logprobs),
                     prompt_logprobs=request.take_prompt_logprobs(),
                     # A mask lets the end through only where the grammar may end.
                     valid=found.stop == Stop(FinishReason.STOP) if has_grammar else None,

@@ -86,7 +86,7 @@ class Request:
         self.wants_logprobs = (
             params.logprobs is not None
             or params.logprob_token_ids is not None
-            or params.num_samples > params.n
+            or (params.num_samples > params.n and not params.use_beam_search)
         )
         # Prompt positions from here on have a score, which the step that computes the one before it gives.
         self.first_scored = len(self.prompt)
