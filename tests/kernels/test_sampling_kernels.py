@@ -99,7 +99,7 @@ def test_the_largest_of_equal_ones_is_the_lowest_id(make_kernels) -> None:
 @pytest.mark.parametrize(
     "way", [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str
 )
-@pytest.mark.parametrize("place", [0, 130, 299])
+@pytest.mark.parametrize("place", [0, 40, 130, 299])
 def test_nothing_to_draw_from(way: dict[str, float], place: int, make_kernels) -> None:
     values = logits(5, 300)
     values[1, place] = float("nan")
