@@ -109,46 +109,32 @@ def speed(device: str) -> Iterator[Result]:
             )
             result["times_of_sdpa"] = taken / theirs
         yield result
+    from benchmarks.kernels import bench_swap
+
+    if not is_card:
+        bench_swap.POOL_BLOCKS = 4
+    layers, blocks = (32, 64) if is_card else (2, 2)
+    yield {"name": "swap, GB/s", "ok": True, **bench_swap.measure(layers, 8, 128, blocks, repeats, device)}
 
 
 def engine(device: str) -> Iterator[Result]:
     """Greedy tokens of a tiny random model through LLM, with mixed prompts, against transformers."""
-    import torch
-
-    from batchgen import LLM, SamplingParams
-    from batchgen.tiny_models import SPECIAL_TOKENS, random_ids, tiny_model, write_folder
+    from batchgen import LLM
+    from batchgen.tiny_models import tiny_model
 
     count, length = (32, 24) if device == "cuda" else (4, 5)
-    # As many ids as the tokenizer has: batchgen never draws an id that means nothing.
-    vocab_size = 256 + len(SPECIAL_TOKENS)
-    prompts = [random_ids(3 + 5 * index % 60, index, vocab_size) for index in range(count)]
-    model = tiny_model(vocab_size=vocab_size).to(device)
+    model = tiny_model(vocab_size=_vocab_size()).to(device)
+    prompts = _prompts(count)
     with tempfile.TemporaryDirectory() as folder:
-        write_folder(model, Path(folder))
-        expected = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt], device=device)
-            made = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=length,
-                min_new_tokens=length,
-                do_sample=False,
-            )
-            expected.append(made[0, len(prompt) :].tolist())
+        expected = _greedy_tokens(model, Path(folder), prompts, length, device)
         started = time.perf_counter()
         llm = LLM(
             folder, device=device, dtype="float32", kernel_backend="gpu", max_num_seqs=8,
             num_gpu_blocks_override=40, in_process=True,
         )  # fmt: skip
         with llm:
-            # Both keep the end of text from being drawn.
-            params = SamplingParams(temperature=0.0, max_tokens=length, min_tokens=length)
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            agree = _num_agreeing(llm, prompts, expected)
             decisions = [str(decision) for decision in llm.info.decisions]
-    agree = sum(
-        list(output.outputs[0].token_ids) == tokens for output, tokens in zip(outputs, expected, strict=True)
-    )
     yield {
         "name": "greedy tokens",
         "ok": agree == count,
@@ -158,7 +144,102 @@ def engine(device: str) -> Iterator[Result]:
     }
 
 
-STEPS: dict[str, Callable[[str], Iterator[Result]]] = {"contract": contract, "engine": engine, "speed": speed}
+def memory(device: str) -> Iterator[Result]:
+    """Windowed layers and full ones in one pool that is too small; blocks go to host memory; sleep."""
+    import torch
+
+    from batchgen import LLM
+    from batchgen.tiny_models import tiny_model
+
+    count, length = (16, 40) if device == "cuda" else (3, 12)
+    model = tiny_model(
+        "Qwen2ForCausalLM", vocab_size=_vocab_size(), num_hidden_layers=4, use_sliding_window=True,
+        sliding_window=20, max_window_layers=2,
+    ).to(device)  # fmt: skip
+    prompts = _prompts(count, least=28)
+    with tempfile.TemporaryDirectory() as folder:
+        expected = _greedy_tokens(model, Path(folder), prompts, length, device)
+        del model
+        llm = LLM(
+            folder, device=device, dtype="float32", kernel_backend="gpu", max_num_seqs=8, in_process=True,
+            num_gpu_blocks_override=16, swap_space=0.01, preemption_mode="swap", enable_prefix_caching=False,
+        )  # fmt: skip
+        with llm:
+            agree = _num_agreeing(llm, prompts, expected)
+            swapped = llm.get_metrics().choices["preempt_swap"]
+            yield {
+                "name": "windows and swap",
+                "ok": agree == count and swapped > 0,
+                "detail": f"{agree} of {count} prompts agree with transformers, {swapped} swapped out",
+            }
+            for level in (1, 2):
+                before = torch.cuda.memory_reserved() if device == "cuda" else 0
+                llm.sleep(level)
+                left = torch.cuda.memory_reserved() if device == "cuda" else 0
+                llm.wake_up()
+                agree = _num_agreeing(llm, prompts, expected)
+                yield {
+                    "name": f"sleep, level {level}",
+                    "ok": agree == count and (device != "cuda" or left < before),
+                    "detail": f"{agree} of {count} prompts agree afterwards",
+                    "mib_before": before / 2**20,
+                    "mib_asleep": left / 2**20,
+                }
+
+
+def _vocab_size() -> int:
+    """As many ids as the tokenizer has: batchgen never draws an id that means nothing."""
+    from batchgen.tiny_models import SPECIAL_TOKENS
+
+    return 256 + len(SPECIAL_TOKENS)
+
+
+def _prompts(count: int, least: int = 3) -> list[list[int]]:
+    from batchgen.tiny_models import random_ids
+
+    return [random_ids(least + 5 * index % 60, index, _vocab_size()) for index in range(count)]
+
+
+def _greedy_tokens(
+    model: Any, folder: Path, prompts: list[list[int]], length: int, device: str
+) -> list[list[int]]:
+    """Store the model in a folder; what transformers generates, which keeps the end of text from coming."""
+    import torch
+
+    from batchgen.tiny_models import write_folder
+
+    write_folder(model, folder)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length,
+            min_new_tokens=length,
+            do_sample=False,
+        )
+        expected.append(made[0, len(prompt) :].tolist())
+    return expected
+
+
+def _num_agreeing(llm: Any, prompts: list[list[int]], expected: list[list[int]]) -> int:
+    from batchgen import SamplingParams
+
+    length = len(expected[0])
+    params = SamplingParams(temperature=0.0, max_tokens=length, min_tokens=length)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return sum(
+        list(output.outputs[0].token_ids) == tokens for output, tokens in zip(outputs, expected, strict=True)
+    )
+
+
+STEPS: dict[str, Callable[[str], Iterator[Result]]] = {
+    "contract": contract,
+    "engine": engine,
+    "memory": memory,
+    "speed": speed,
+}
 
 
 def main() -> int:

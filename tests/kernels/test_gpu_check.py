@@ -32,7 +32,7 @@ def test_every_step_runs_in_the_interpreter(repository, tmp_path):
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert lines[0]["card"] == "interpreter"
-    assert {line["step"] for line in lines} == {"machine", "contract", "engine", "speed"}
+    assert {line["step"] for line in lines} == {"machine", "contract", "engine", "memory", "speed"}
     assert sum(line["step"] == "contract" for line in lines) > 30
 
 
