@@ -13,6 +13,7 @@ from typing import Any
 
 import batchgen.errors
 from batchgen.engine.messages import SampleOutput
+from batchgen.engine.scheduler_output import TokenLogprobs
 from batchgen.errors import BatchgenError, EngineError
 
 # Kinds of messages from the child.
@@ -70,8 +71,8 @@ def encode_outputs(outputs: Iterable[SampleOutput]) -> list[tuple[Any, ...]]:
             output.num_cached_tokens,
             output.error,
             output.serial,
-            output.logprobs,
-            output.prompt_logprobs,
+            output.logprobs and _encode_logprobs(output.logprobs),
+            output.prompt_logprobs and _encode_logprobs(output.prompt_logprobs),
             output.valid,
             output.cumulative_logprob,
         )
@@ -81,7 +82,24 @@ def encode_outputs(outputs: Iterable[SampleOutput]) -> list[tuple[Any, ...]]:
 
 def decode_outputs(encoded: Iterable[tuple[Any, ...]]) -> list[SampleOutput]:
     """The SampleOutputs of `encode_outputs`."""
-    return [SampleOutput(*values) for values in encoded]
+    return [
+        SampleOutput(
+            *head,
+            logprobs and _decode_logprobs(logprobs),
+            prompt_logprobs and _decode_logprobs(prompt_logprobs),
+            valid,
+            cumulative_logprob,
+        )
+        for *head, logprobs, prompt_logprobs, valid, cumulative_logprob in encoded
+    ]
+
+
+def _encode_logprobs(positions: tuple[TokenLogprobs, ...]) -> list[tuple[Any, ...]]:
+    return [(position.ids, position.values, position.ranks) for position in positions]
+
+
+def _decode_logprobs(encoded: list[tuple[Any, ...]]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(*position) for position in encoded)
 
 
 def encode_error(error: BaseException) -> tuple[str, str]:

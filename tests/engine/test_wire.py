@@ -6,6 +6,7 @@ import pytest
 
 from batchgen.engine import wire
 from batchgen.engine.messages import SampleOutput, pack_ids
+from batchgen.engine.scheduler_output import TokenLogprobs
 from batchgen.errors import BatchgenError, CapacityError, EngineError, UnknownNameError
 from batchgen.outputs import FailureCode, FinishReason, RowFailure
 
@@ -41,6 +42,15 @@ def test_outputs_come_back_equal() -> None:
     outputs = [
         SampleOutput("a", 0, pack_ids([1, 2])),
         SampleOutput("b", 3, b"", FinishReason.STOP, 5, 7, None, 9),
+        SampleOutput(
+            "d",
+            0,
+            pack_ids([1, 2]),
+            logprobs=(TokenLogprobs((1, 5), (-0.5, -1.5), (1, 2)), TokenLogprobs((2,), (-9.0,), (30,))),
+            prompt_logprobs=(TokenLogprobs((7,), (float("-inf"),), (258,)),),
+            valid=False,
+            cumulative_logprob=-9.5,
+        ),
         SampleOutput("c", 0, b"", "error", None, 0, RowFailure(FailureCode.KV_CAPACITY, "x"), 1),
     ]
     assert wire.decode_outputs(wire.encode_outputs(outputs)) == outputs
