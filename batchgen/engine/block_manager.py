@@ -118,14 +118,14 @@ class BlockManager:
         if self._windowed:
             for sequence, _ in work:
                 self._release_behind(sequence)
-        if len(work) > 1 and self._num_lacking(work) > self.pool.num_free:
+        if len(work) == 1:
+            return self._grow_one(*work[0])
+        if self._num_lacking(work) > self.pool.num_free:
             return None
         copies: list[BlockCopy] = []
         for sequence, num_tokens in work:
             made = self._grow_one(sequence, num_tokens)
-            if made is None:
-                assert len(work) == 1
-                return None
+            assert made is not None
             copies += made
         return copies
 
@@ -133,7 +133,8 @@ class BlockManager:
         tables = sequence.block_tables
         computed = sequence.num_computed_tokens
         size = self.block_size
-        missing = -(-num_tokens // size) - min(map(len, tables))
+        have = len(tables[0]) if self.num_groups == 1 else min(map(len, tables))
+        missing = -(-num_tokens // size) - have
         tail = computed // size if computed % size else None
         counts = self.pool.ref_counts
         shared = [] if tail is None else [table for table in tables if counts[table[tail]] > 1]

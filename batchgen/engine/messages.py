@@ -69,7 +69,7 @@ class EngineRequest:
     serial: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # written once; freezing would double the time to make one
 class SampleOutput:
     """New tokens of one sample of a request, from the core.
 

@@ -72,9 +72,10 @@ class RunningPass:
             return [Work(leader, count)] if count else []
         work: list[Work] = []
         for sequence in group.sequences:
-            count = sequence.num_tokens - sequence.num_computed_tokens
+            num_tokens = sequence.num_tokens
+            count = num_tokens - sequence.num_computed_tokens
             # A sample that ends with the token under way, whatever that is, computes no other.
-            if count <= 0 or sequence.num_tokens >= sequence.request.max_total_tokens:
+            if count <= 0 or num_tokens >= sequence.request.max_total_tokens:
                 continue
             if budget == 0:
                 break

@@ -28,7 +28,7 @@ class DrawRules:
     needs_history: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # written once; freezing would double the time to make one
 class ScheduledSequence:
     """One sequence's part of a step.
 
@@ -54,7 +54,7 @@ class ScheduledSequence:
     scores: "PromptScores | None" = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # written once; freezing would double the time to make one
 class SamplingRow:
     """One draw from one row of logits.
 

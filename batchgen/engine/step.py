@@ -79,7 +79,7 @@ class StepBuilder:
         end = start + count
         tokens = sequence.tokens_to_compute(count)
         request = sequence.request
-        scores = None if request.next_scored > end else self._scores(sequence, end)
+        scores = self._scores(sequence, end) if request.next_scored < len(request.prompt) else None
         sequence.num_computed_tokens = end
         self._blocks.cache_computed(sequence)
         samples: tuple[SamplingRow, ...] = ()
@@ -139,13 +139,11 @@ class StepBuilder:
             flight.pinned.append(sequence)
             return ()
         num_candidates = group.num_candidates
-        drawing = [sequence]
-        if group.pending and not num_candidates:
-            drawing += self._table.fork(group)
-        rows = [_row(each, num_candidates) for each in drawing]
-        flight.draws += [(each, ()) for each in drawing]
-        flight.num_rows += len(rows)
-        return tuple(rows)
+        forked = self._table.fork(group) if group.pending and not num_candidates else []
+        flight.draws.append((sequence, ()))
+        flight.draws += [(each, ()) for each in forked]
+        flight.num_rows += 1 + len(forked)
+        return (_row(sequence, num_candidates), *[_row(each, 0) for each in forked])
 
     def _scores(self, sequence: Sequence, end: int) -> PromptScores | None:
         """The prompt tokens that positions up to `end` score, each once."""
