@@ -80,8 +80,8 @@ class EchoTexts:
         """A sample as the caller gets it. No text of an echo conforms to a grammar, unless by chance."""
         text, ids, reason = sample
         has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
-        logprobs = new_logprobs(params.flat_logprobs) if has_logprobs else None
-        for told in self._certain(ids) if logprobs is not None else ():
+        logprobs = new_logprobs(params.flat_logprobs)
+        for told in self._certain(ids) if has_logprobs else ():
             logprobs.append(position_logprobs(told, self._texts))
         is_summed = has_logprobs or params.num_samples > params.n or params.use_beam_search
         return CompletionOutput(
@@ -89,7 +89,7 @@ class EchoTexts:
             text=text,
             token_ids=ids,
             cumulative_logprob=0.0 if is_summed else None,
-            logprobs=logprobs,
+            logprobs=logprobs if has_logprobs else None,
             finish_reason=str(reason),
             valid=None if params.structured_outputs is None else False,
         )

@@ -79,8 +79,9 @@ class StructuredOutputsParams(_Part):
     structural_tag: Any = None
 
     def __post_init__(self) -> None:
-        if hasattr(self.json, "model_json_schema"):
-            object.__setattr__(self, "json", self.json.model_json_schema())
+        make_schema = getattr(self.json, "model_json_schema", None)
+        if make_schema is not None:
+            object.__setattr__(self, "json", make_schema())
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
         if isinstance(self.choice, list):

@@ -82,16 +82,13 @@ def encode_outputs(outputs: Iterable[SampleOutput]) -> list[tuple[Any, ...]]:
 
 def decode_outputs(encoded: Iterable[tuple[Any, ...]]) -> list[SampleOutput]:
     """The SampleOutputs of `encode_outputs`."""
-    return [
-        SampleOutput(
-            *head,
-            logprobs and _decode_logprobs(logprobs),
-            prompt_logprobs and _decode_logprobs(prompt_logprobs),
-            valid,
-            cumulative_logprob,
-        )
-        for *head, logprobs, prompt_logprobs, valid, cumulative_logprob in encoded
-    ]
+    outputs = []
+    for *head, logprobs, prompt_logprobs, valid, cumulative_logprob in encoded:
+        told = logprobs and _decode_logprobs(logprobs)
+        of_prompt = prompt_logprobs and _decode_logprobs(prompt_logprobs)
+        values: list[Any] = [*head, told, of_prompt, valid, cumulative_logprob]
+        outputs.append(SampleOutput(*values))
+    return outputs
 
 
 def _encode_logprobs(positions: tuple[TokenLogprobs, ...]) -> list[tuple[Any, ...]]:
