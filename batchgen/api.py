@@ -6,7 +6,7 @@ from typing import Any
 from batchgen.batch_runner import BatchRunner
 from batchgen.beams import beam_output, beam_params
 from batchgen.byte_tokenizer import ByteTokenizer
-from batchgen.caller import Caller, chat_options
+from batchgen.caller import Caller, chat_options, check_level, check_tags
 from batchgen.config import EngineConfig
 from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats
 from batchgen.errors import ConfigError
@@ -19,9 +19,6 @@ from batchgen.stats_log import StatsLog
 from batchgen.tokenizer import Tokenizer
 
 __all__ = ["LLM", "run_job"]
-
-# What `wake_up` may be asked for; both wake together.
-_TAGS = ("weights", "kv_cache")
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -273,23 +270,3 @@ class LLM:
             self._caller.request(prompt, each, priority=rank)
             for prompt, each, rank in zip(prompts, params, order, strict=True)
         )
-
-
-def check_level(level: int) -> None:
-    """Refuse a sleep that there is not.
-
-    Raises:
-        ConfigError: another level than 1 and 2.
-    """
-    if level not in (1, 2):
-        raise ConfigError(f"sleep level must be 1 or 2; got {level!r}")
-
-
-def check_tags(tags: Sequence[str] | None) -> None:
-    """Refuse to wake a part of an engine.
-
-    Raises:
-        ConfigError: other tags than all.
-    """
-    if tags is not None and set(tags) != set(_TAGS):
-        raise ConfigError(f"wake_up wakes the engine whole; leave tags out, or give {list(_TAGS)}")

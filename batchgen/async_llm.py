@@ -5,10 +5,9 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from batchgen.api import check_level, check_tags
 from batchgen.async_streams import OutputStream
 from batchgen.byte_tokenizer import ByteTokenizer
-from batchgen.caller import Caller, chat_options
+from batchgen.caller import Caller, chat_options, check_level, check_tags
 from batchgen.config import EngineConfig
 from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats
 from batchgen.engine_thread import EngineThread

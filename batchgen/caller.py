@@ -20,6 +20,9 @@ from batchgen.sampling_params import SamplingParams
 from batchgen.seeds import row_seed
 from batchgen.tokenizer import Tokenizer, tokenizer_of
 
+# What `wake_up` may be asked for; both wake together.
+_TAGS = ("weights", "kv_cache")
+
 
 class Caller:
     """One model as its callers see it, without an engine. May be used by several threads at once.
@@ -137,6 +140,26 @@ def chat_options(
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
     }
+
+
+def check_level(level: int) -> None:
+    """Refuse a sleep that there is not.
+
+    Raises:
+        ConfigError: another level than 1 and 2.
+    """
+    if level not in (1, 2):
+        raise ConfigError(f"sleep level must be 1 or 2; got {level!r}")
+
+
+def check_tags(tags: Sequence[str] | None) -> None:
+    """Refuse to wake a part of an engine.
+
+    Raises:
+        ConfigError: other tags than all.
+    """
+    if tags is not None and set(tags) != set(_TAGS):
+        raise ConfigError(f"wake_up wakes the engine whole; leave tags out, or give {list(_TAGS)}")
 
 
 def _guarded(value: Any, guard: Callable[[str], str]) -> Any:

@@ -54,7 +54,25 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": (*BASE, "kernels.kv", "worker", "tokenizer", "echo"),
     "byte_tokenizer": (*BASE, "tokenizer"),
     "prompt_forms": (*BASE, "engine.messages"),
-    "echo": (*BASE, "engine", "tokenizer", "byte_tokenizer"),
+    "echo": (*BASE, "engine", "tokenizer", "byte_tokenizer", "echo_text"),
+    "echo_text": (*BASE, "engine", "byte_tokenizer"),
+    # What LLM and AsyncLLM are made of.
+    "caller": (
+        *BASE,
+        "engine",
+        "models.location",
+        "tokenizer",
+        "byte_tokenizer",
+        "prompt_forms",
+        "sampling_defaults",
+    ),
+    "beams": (*BASE, "engine.detokenizer"),
+    "scoring": (*BASE, "engine.messages", "prompt_forms"),
+    "stats_log": (*BASE, "engine.messages"),
+    "batch_runner": (*BASE, "engine.client", "engine.messages", "stats_log"),
+    "async_streams": BASE,
+    "engine_thread": (*BASE, "engine.client", "engine.messages", "async_streams", "stats_log"),
+    "job_api": (*BASE, "jobs"),
     "counting": (*BASE, "engine.scheduler_output", "worker.executor"),
     "tiny_models": (*BASE, *MODEL_PARTS, "tokenizer"),
     "testing": (
@@ -81,7 +99,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "widgets": (*BASE, "jobs"),
 }
-TOP = ("api", "cli")  # may import anything; nothing imports them
+TOP = ("api", "async_llm", "cli")  # may import anything; nothing imports them
 
 # No torch: these must run, and be tested by the thousand, without a model.
 NO_TORCH = re.compile(
