@@ -3,22 +3,19 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from batchgen.engine.scheduler_output import DrawRules, GrammarState, SamplingRow
 from batchgen.errors import ConfigError
 from batchgen.sampling_params import SamplingParams
+from batchgen.structured.blocking import Blocker
 from batchgen.structured.grammar import explain
 from batchgen.structured.grammars import Grammars
 from batchgen.structured.matcher import Ends, GrammarError, SlotMatcher, common_length
-from batchgen.structured.vocabulary import Bits, Vocabulary
+from batchgen.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from array import array
-
-NEVER = float("-inf")
 
 
 class GrammarMasks:
@@ -33,6 +30,7 @@ class GrammarMasks:
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Iterable[int]):
         self._vocabulary = Vocabulary(tokenizer, (index for index in eos_token_ids if index < vocab_size))
         self._grammars = Grammars(self._vocabulary)
+        self._blocker = Blocker()
         self._slots: dict[int, SlotMatcher] = {}
         # Row -> the tokens before its draw, between `apply` and `advance`.
         self._texts: dict[int, array[int]] = {}
@@ -46,7 +44,7 @@ class GrammarMasks:
         """Forbid what the rows' grammars do not allow next; of a drafted text that left its grammar, nothing.
 
         Args:
-            logits: [R, V], changed in place; of rows[i] is row i.
+            logits: [R, V] float32, changed in place; of rows[i] is row i.
             rows: the draws.
             newest: slot -> the token of the step before, for a history that lacks it.
 
@@ -54,7 +52,7 @@ class GrammarMasks:
         """
         failures: dict[int, str] = {}
         self._texts.clear()
-        masks: list[tuple[int, Bits]] = []
+        self._blocker.begin(logits)
         for index, row in enumerate(rows):
             grammar = row.params.structured_outputs
             if grammar is None:
@@ -63,14 +61,13 @@ class GrammarMasks:
             try:
                 matcher = self._matcher(row, text)
                 matcher.move(text)
-                # A later row of the same slot uses the same memory.
-                masks.append((index, matcher.mask().copy()))
+                self._blocker.block(index, matcher.mask())
             except ConfigError as error:
                 failures[index] = str(error)
             except GrammarError as error:
                 failures[index] = explain(grammar, str(error))
                 del self._slots[row.slot]
-        block(logits, masks)
+        self._blocker.finish(logits)
         return failures
 
     def advance(self, rows: Sequence[SamplingRow], tokens: Sequence[int | None]) -> dict[int, GrammarState]:
@@ -134,28 +131,3 @@ def text_before(row: SamplingRow, newest: Mapping[int, int]) -> "array[int]":
         text.append(newest[row.slot])
     text.extend(row.drafts)
     return text
-
-
-def block(logits: Tensor, masks: Sequence[tuple[int, Bits]]) -> None:
-    """Set to minus infinity what masks do not allow.
-
-    Shapes: logits [R, V]; masks: row and [ceil(V / 32)] or more.
-    """
-    if not masks:
-        return
-    rows, width = [index for index, _ in masks], logits.shape[1]
-    blocked = np.invert(np.stack([bits for _, bits in masks]))
-    if logits.is_cpu:
-        flags = np.unpackbits(blocked.view(np.uint8), axis=1, bitorder="little")[:, :width].view(bool)
-        for index, row in zip(rows, flags, strict=True):
-            logits[index].masked_fill_(torch.from_numpy(row), NEVER)
-    else:
-        picked = torch.tensor(rows, device=logits.device)
-        words = torch.from_numpy(blocked).to(logits.device)
-        logits[picked] = logits[picked].masked_fill(spread(words)[:, :width], NEVER)
-
-
-def spread(words: Tensor) -> Tensor:
-    """Bits as booleans, the lowest of each word first: [R, W] int32 -> [R, 32 W]."""
-    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> shifts) & 1).bool().flatten(1)

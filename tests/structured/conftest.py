@@ -1,12 +1,14 @@
 """The schemas of a public collection, tokenizers, and rows to draw for."""
 
 import json
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from batchgen.engine.scheduler_output import DrawRules, SamplingRow
@@ -54,6 +56,23 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     write_tokenizer(folder)
     (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     return load_tokenizer(str(folder))
+
+
+# What ECMAScript, whose regular expressions JSON schemas have, and Python, by whose jsonschema checks, read
+# in different ways.
+_READ_DIFFERENTLY = re.compile(r"\\[pPwWdDsS]")
+
+
+@pytest.fixture(scope="session")
+def check_schema() -> Callable[[str, Any], None]:
+    """(text, schema): fail if the text is no JSON that conforms to it."""
+
+    def check(text: str, schema: Any) -> None:
+        value = json.loads(text)
+        if not _READ_DIFFERENTLY.search(json.dumps(schema)):
+            jsonschema.Draft202012Validator(schema).validate(value)
+
+    return check
 
 
 def _rules_for(grammar: StructuredOutputsParams, num_prompt_tokens: int = 3, **params: Any) -> DrawRules:

@@ -16,7 +16,8 @@ import torch
 
 from batchgen.engine.scheduler_output import GrammarState, SamplingRow
 from batchgen.sampling_parts import StructuredOutputsParams
-from batchgen.structured.masks import GrammarMasks, block, spread
+from batchgen.structured.blocking import Blocker, spread
+from batchgen.structured.masks import GrammarMasks
 from batchgen.tokenizer import Tokenizer
 
 V = 260
@@ -67,11 +68,28 @@ def test_bits_spread_on_a_device_are_those_that_numpy_unpacks() -> None:
 @pytest.mark.gpu
 def test_masks_on_a_gpu_are_those_on_a_cpu() -> None:
     words = np.random.default_rng(0).integers(-(2**31), 2**31, (4, 9), dtype=np.int32)
-    here, there = torch.zeros(6, V), torch.zeros(6, V, device="cuda")
-    masks = [(index, words[at]) for at, index in enumerate((0, 2, 3, 5))]
-    block(here, masks)
-    block(there, masks)
-    assert torch.equal(here, there.cpu())
+    blocker, found = Blocker(), []
+    for device in ("cpu", "cuda"):
+        logits = torch.zeros(6, V, device=device)
+        blocker.begin(logits)
+        for at, row in enumerate((0, 2, 3, 5)):
+            blocker.block(row, words[at])
+        blocker.finish(logits)
+        found.append(logits.cpu())
+    assert torch.equal(*found)
+
+
+def test_a_nan_stays_where_it_may_be_drawn_and_widths_may_change() -> None:
+    blocker = Blocker()
+    for width in (40, 33, 64):
+        logits = torch.zeros(2, width)
+        logits[1, 3] = logits[1, 7] = float("nan")
+        blocker.begin(logits)
+        blocker.block(1, np.array([0b1000, 1], dtype=np.int32))
+        blocker.finish(logits)
+        assert torch.isfinite(logits[0]).all()
+        assert logits[1].isnan().nonzero().flatten().tolist() == [3, 7]
+        assert logits[1].isneginf().sum() == width - 3
 
 
 def test_masks_do_not_depend_on_what_the_slots_went_through(
