@@ -22,9 +22,7 @@ from batchgen.worker.random_stream import uniforms
 from batchgen.worker.row_rules import KnownRules, RowRules
 from batchgen.worker.thinking import ThinkingMarks
 
-ALL_HELD_BACK = (
-    "no token can be drawn: allowed_token_ids, bad_words and min_tokens together hold all of them back"
-)
+ALL_HELD_BACK = "allowed_token_ids, bad_words and min_tokens together hold back every token"
 
 
 @dataclass(slots=True)
