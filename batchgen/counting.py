@@ -12,7 +12,13 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from batchgen.config import EngineConfig
-from batchgen.engine.scheduler_output import SamplingRow, ScheduledSequence, SchedulerOutput, StepResult
+from batchgen.engine.scheduler_output import (
+    SamplingRow,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepResult,
+    TokenLogprobs,
+)
 from batchgen.errors import WeightsError
 from batchgen.sampling_params import SamplingParams
 from batchgen.seeds import mix64
@@ -55,6 +61,11 @@ def counting_candidates(
     }
     ids = sorted(logprobs, key=lambda token: -logprobs[token])[: row.num_candidates]
     return ids, [logprobs[token] for token in ids]
+
+
+def counting_logprobs(position: int, token: int) -> TokenLogprobs:
+    """What is told of a token that stands at a position; both can be read off it."""
+    return TokenLogprobs((token,), (-position / 1000,), (1,))
 
 
 Block = list[tuple[int, int, int] | None]  # KV group, position and token of each slot
@@ -124,19 +135,24 @@ class CountingExecutor:
             self._store(sequence)
         drawn: list[tuple[int, int]] = []
         candidates: dict[int, tuple[list[int], list[float]]] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
         for sequence in step.sequences:
-            if sequence.samples:
-                known = self._read(sequence)
-                for row in sequence.samples:
-                    history = known[: row.key[2]]
-                    _check_history(history, row)
-                    if row.num_candidates:
-                        candidates[len(drawn)] = counting_candidates(history, row, self.info.vocab_size)
-                        drawn.append((row.slot, 0))
-                    else:
-                        drawn.append((row.slot, counting_token(history, row, self.info.vocab_size)))
+            known = self._read(sequence)
+            for row in sequence.samples:
+                history = known[: row.key[2]]
+                _check_history(history, row)
+                if row.num_candidates:
+                    candidates[len(drawn)] = counting_candidates(history, row, self.info.vocab_size)
+                    drawn.append((row.slot, 0))
+                    continue
+                token = counting_token(history, row, self.info.vocab_size)
+                if row.params.logprobs is not None or row.params.num_samples > row.params.n:
+                    logprobs[len(drawn)] = counting_logprobs(row.key[2], token)
+                drawn.append((row.slot, token))
         self._last = dict(drawn)
-        return StepResult(step.step, [token for _, token in drawn], candidates=candidates)
+        scores = {each.seq_id: _scores(each) for each in step.sequences if each.scores}
+        tokens: list[int | None] = [token for _, token in drawn]
+        return StepResult(step.step, tokens, logprobs, candidates, prompt_logprobs=scores)
 
     def refusal(self, params: SamplingParams) -> str | None:
         """Draws for any."""
@@ -194,6 +210,15 @@ def _move(source: list[Block], target: list[Block], moves: Sequence[tuple[int, i
     contents = [source[each].copy() for each, _ in moves]
     for (_, block), content in zip(moves, contents, strict=True):
         target[block] = content
+
+
+def _scores(sequence: ScheduledSequence) -> list[TokenLogprobs]:
+    """Prompt tokens scored; the logits of the position before each must be computed in this step."""
+    scores, first = sequence.scores, sequence.num_computed_tokens
+    assert scores is not None
+    positions = range(scores.start, scores.start + len(scores.targets))
+    assert first <= positions[0] - 1 and positions[-1] - 1 < first + len(sequence.token_ids)
+    return [counting_logprobs(*each) for each in zip(positions, scores.targets, strict=True)]
 
 
 def _check_history(history: list[int], row: SamplingRow) -> None:
