@@ -136,9 +136,10 @@ def digest(fields: Mapping[str, Any]) -> str:
 
 def _in_order(grammar: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """A schema as text: the order of its properties is that of the texts, and JSON objects have none."""
-    if grammar is None or not isinstance(schema := grammar.get("json"), Mapping):
+    if grammar is None or grammar.get("json") is None:
         return grammar
-    return {**grammar, "json": json.dumps(schema)}
+    schema = grammar["json"]
+    return {**grammar, "json": json.dumps(json.loads(schema) if isinstance(schema, str) else schema)}
 
 
 def _counts(key: str) -> bool:

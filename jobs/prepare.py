@@ -143,5 +143,9 @@ def _check_grammar(params: SamplingParams, tokenizer: Any) -> None:
 
 def extra_columns(sampling: Mapping[str, Any]) -> list[str]:
     """Which of the output's `EXTRAS` there are, by what the sampling parameters ask for."""
-    wanted = {"valid": "structured_outputs"}
-    return [name for name in EXTRAS if sampling.get(wanted.get(name, name)) is not None]
+    wanted = {
+        "valid": ("structured_outputs",),
+        "logprobs": ("logprobs", "logprob_token_ids"),
+        "prompt_logprobs": ("prompt_logprobs",),
+    }
+    return [name for name in EXTRAS if any(sampling.get(key) is not None for key in wanted[name])]
