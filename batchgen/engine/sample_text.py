@@ -81,19 +81,7 @@ class SampleText:
             logprobs: of each of `ids`, if the core tells them.
             valid: whether the sample's grammar may end after the last of them.
         """
-        # The token that ended a sample is counted, but its text is no part of the output: never for
-        # end-of-sequence, for a stop token only when asked.
-        # A sample that its grammar ended has no such token, nor has a beam that a stop string ended.
-        is_hidden = (
-            finish_reason == FinishReason.STOP
-            and bool(ids)
-            and (
-                ids[-1] in self._end_ids
-                if stop_reason is None
-                else isinstance(stop_reason, int) and not self._params.include_stop_str_in_output
-            )
-        )
-        num_visible = len(ids) - 1 if is_hidden else len(ids)
+        num_visible = len(ids) - self._ends_hidden(ids, finish_reason, stop_reason)
         for position, token in enumerate(ids):
             self.token_ids.append(token)
             if logprobs is not None:
@@ -122,6 +110,20 @@ class SampleText:
         self._num_text_shown = max(end, self._num_text_shown)
         self._is_end_shown = self.is_finished
         return self._completion(text, start)
+
+    def _ends_hidden(
+        self, ids: Sequence[int], finish_reason: str | None, stop_reason: int | str | None
+    ) -> bool:
+        """Whether the last token ended the sample, and is counted but no part of its text.
+
+        So it is with end-of-sequence, and with a stop token unless it was asked for. What a grammar or a stop
+        string ended has no such token.
+        """
+        if finish_reason != FinishReason.STOP or not ids or isinstance(stop_reason, str):
+            return False
+        if stop_reason is None:
+            return ids[-1] in self._end_ids
+        return not self._params.include_stop_str_in_output
 
     def _add_logprobs(self, told: TokenLogprobs) -> None:
         self.cumulative_logprob = (self.cumulative_logprob or 0.0) + told.values[0]
@@ -157,9 +159,9 @@ class SampleText:
             if self._cut_at_stop():  # in what was held back as half a character
                 return
         self.finish_reason = str(finish_reason)
-        self.stop_reason = (
-            self._stop_tokens.get(stop_reason, stop_reason) if isinstance(stop_reason, int) else None
-        )
+        if isinstance(stop_reason, int):
+            stop_reason = self._stop_tokens.get(stop_reason, stop_reason)
+        self.stop_reason = stop_reason
 
     def _num_sure(self) -> int:
         """Characters that no stop string can take away any more."""

@@ -1,7 +1,9 @@
 import asyncio
+import gc
 import logging
 import math
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -143,15 +145,24 @@ def test_an_interrupted_call_leaves_the_engine_clean() -> None:
 
 
 def test_works_inside_a_running_event_loop_and_in_a_thread(llm) -> None:  # BG-37
-    async def main() -> list[str]:
-        return texts(llm.generate(["one"], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False))
+    params = SamplingParams(temperature=0, max_tokens=3)
 
-    assert asyncio.run(main()) == ["one"]
+    async def main() -> list[str]:
+        ticks = asyncio.create_task(asyncio.sleep(0))
+        found = texts(llm.generate(["one"], params, use_tqdm=False))
+        with pytest.raises(ConfigError):
+            llm.generate([None], params, use_tqdm=False)
+        found += texts(llm.generate(["two"], params, use_tqdm=False))
+        await ticks  # the loop goes on after all this
+        return found + texts(await asyncio.to_thread(llm.generate, ["ten"], params, False))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a coroutine that was never awaited, say
+        assert asyncio.run(main()) == ["one", "two", "ten"]
+        gc.collect()
     found: list[str] = []
     thread = threading.Thread(
-        target=lambda: found.extend(
-            texts(llm.generate(["two"], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False))
-        )
+        target=lambda: found.extend(texts(llm.generate(["two"], params, use_tqdm=False)))
     )
     thread.start()
     thread.join(timeout=60)

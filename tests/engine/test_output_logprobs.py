@@ -174,6 +174,19 @@ def test_a_stop_string_cuts_each_beam(make_request: MakeRequest) -> None:  # BG-
     ]
 
 
+@pytest.mark.parametrize(("include", "text"), [(False, "aa"), (True, "aaEN")])
+def test_a_beam_that_the_core_ended_at_a_stop_string_is_cut_there(
+    make_request: MakeRequest, include: bool, text: str
+) -> None:
+    values = {"include_stop_str_in_output": include, "temperature": 0, "stop": ["EN"]}
+    core = Core(make_request("a", [1], n=1, use_beam_search=True, **values))
+    (output,) = core.say(
+        core.message(b"aaEN", finish_reason="stop", stop_reason="EN", cumulative_logprob=-1.0)
+    )
+    (sample,) = output.outputs
+    assert (sample.text, sample.finish_reason, sample.stop_reason) == (text, "stop", "EN")
+
+
 def test_validity_is_the_cores_last_word(make_request: MakeRequest) -> None:
     core = Core(make_request("a", [1]))
     (first,) = core.say(core.message(b"{", valid=False))
