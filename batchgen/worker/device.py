@@ -1,7 +1,6 @@
 """What this machine has: device, threads, memory. Asked once, at start."""
 
 import ctypes
-import gc
 import math
 import os
 import platform
@@ -80,7 +79,6 @@ def wait_for(device: torch.device) -> None:
 
 def hand_back_memory() -> None:
     """Hand freed memory on to the operating system, where an allocator would keep it for itself."""
-    gc.collect()
     torch.cuda.empty_cache()  # does nothing without a GPU in use
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it

@@ -190,6 +190,10 @@ class HalvesAndScale(LinearMethod):
         narrow = x if isinstance(x, Scaled) else Scaled(x / 4, torch.full((x.shape[0], 1), 4.0))
         return self.kernels.linear(narrow.dense(), weights["packed"], out)
 
+    @override
+    def tensors(self, weights: Any) -> list[Tensor]:
+        return list(weights["packed"].tensors())
+
 
 @pytest.mark.parametrize("parallel", [ParallelContext(), *RANKS])
 def test_another_method_stores_in_its_own_way(parallel: ParallelContext, kernels: Kernels) -> None:
@@ -202,6 +206,7 @@ def test_another_method_stores_in_its_own_way(parallel: ParallelContext, kernels
     share = parallel.share(8, "rows")
     expected = torch.cat((X @ gate[share].T, X @ up[share].T), dim=1)
     torch.testing.assert_close(layer(X), expected)
+    assert sum(tensor.numel() for tensor in layer.tensors()) >= expected.shape[1] * 12
     torch.testing.assert_close(layer(Scaled(X / 3, torch.full((5, 1), 3.0))), expected)
 
 
