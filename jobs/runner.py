@@ -33,6 +33,7 @@ from batchgen.jobs.spec import JobSpec
 from batchgen.jobs.stopping import Interrupted, StopFlag
 from batchgen.jobs.store import ShardStore
 from batchgen.jobs.summary import JobSummary
+from batchgen.sampling_checks import check_engine_limits
 from batchgen.version import __version__
 
 __all__ = ["JobRunner", "JobSummary", "run"]
@@ -157,6 +158,8 @@ class JobRunner:
             with self._stop.raising():
                 engine = start_job_engine(job, stored, self._reporter, events)
                 stack.callback(engine.shutdown)
+                with self._spec.placing_errors("sampling"):
+                    check_engine_limits(job.params, engine.info)
                 if stored is None:
                     first_manifest(job, engine.info).write(self._folder, self._disk)
         except Interrupted:

@@ -109,9 +109,9 @@ def test_minus_infinity_and_missing_ranks_survive() -> None:
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        ({"json": {"items": {"uniqueItems": True}}}, r"job.yaml:8: sampling.structured_outputs.json: .*at items"),
-        ({"regex": "(?=a)b"}, r"job.yaml:8: sampling.structured_outputs.regex: .*look-around"),
-        ({"grammar": "start: nothing"}, r"job.yaml:8: sampling.structured_outputs.grammar: .*unknown name"),
+        ({"json": {"items": {"uniqueItems": True}}}, r"json: cannot be enforced: .*uniqueItems.*at items"),
+        ({"regex": "(?=a)b"}, r"regex: .*look-around"),
+        ({"grammar": "start: nothing"}, r"grammar: .*unknown name"),
     ],
 )  # fmt: skip
 def test_a_grammar_that_cannot_be_enforced_is_refused_before_the_model_loads(
@@ -127,8 +127,16 @@ def test_a_grammar_that_cannot_be_enforced_is_refused_before_the_model_loads(
     spec = load_spec(tmp_path / "job.yaml")
     with pytest.raises(ConfigError) as refused:
         prepare(spec)
-    assert re.search(message, str(refused.value)), str(refused.value)
+    assert re.search(f"job.yaml:8: sampling.structured_outputs.{message}", str(refused.value)), refused.value
     assert not (tmp_path / "out").exists()
+
+
+def test_what_only_the_engine_knows_is_refused_before_the_first_row(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'logprobs' is 21, but the engine gives at most 20"):
+        run(job(tmp_path, logprobs=21), reporter=Silent())
+    assert list((tmp_path / "out").glob("data-*")) == []
+    summary = run(job(tmp_path, logprobs=21).with_overrides(["engine.max_logprobs=21"]), reporter=Silent())
+    assert summary.rows_done == 3
 
 
 def test_a_grammar_in_yaml_and_as_text_is_the_same_job(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
 
 from batchgen.byte_tokenizer import ByteTokenizer
 from batchgen.sampling_parts import StructuredOutputsParams
@@ -102,8 +104,6 @@ def test_tokens_are_the_bytes_that_they_decode_to(smollm: Tokenizer) -> None:
 
 
 def test_a_tokenizer_whose_tokens_have_no_bytes_cannot_serve() -> None:
-    import tokenizers
-
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words = Tokenizer(
         backend,
@@ -117,3 +117,33 @@ def test_a_tokenizer_whose_tokens_have_no_bytes_cannot_serve() -> None:
     text = Grammars(Vocabulary(words, [1])).refusal(StructuredOutputsParams(regex="a"))
     assert text is not None
     assert "the model's tokenizer cannot serve" in text
+
+
+def test_pieces_with_marked_spaces_and_single_bytes_are_the_bytes_they_stand_for() -> None:
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+    special, pieces = ["<unk>", "<s>", "</s>"], ["\u2581", "a", "b", "\u2581a", "ab", "\u00e4"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, [("\u2581", "a"), ("a", "b")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1)]
+    )
+    tokenizer = Tokenizer(
+        backend, vocab_size=len(tokens), bos_token_id=1, eos_token_ids=(2,), special_names={},
+        chat_template=None, identity={},
+    )  # fmt: skip
+    grammars, grammar = Grammars(Vocabulary(tokenizer, [2])), StructuredOutputsParams(regex=" ?ab\u00e4")
+    flags = np.unpackbits(
+        np.frombuffer(grammars.matcher(grammar).compute_bitmask(), np.uint8), bitorder="little"
+    )
+    found = {tokens[index] for index in np.flatnonzero(flags)}
+    assert found == {"<0x20>", "<0x61>", "\u2581", "a", "\u2581a", "ab"}
+    for spelled in (["\u2581a", "b", "\u00e4"], ["<0x20>", "ab", "<0xC3>", "<0xA4>"]):
+        matcher = grammars.matcher(grammar)
+        assert matcher.try_consume_tokens([vocab[token] for token in spelled]) == len(spelled)
+        assert matcher.is_stopped()
