@@ -41,8 +41,9 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         if kind == "regex":
             return LLMatcher.grammar_from_regex(str(params.regex))
         if kind == "choice":
-            texts = tuple(params.choice or ())
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+            # As one terminal: rules of many alternatives run into the parser's limits.
+            texts = " | ".join(map(json.dumps, params.choice or ()))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         return grammar_from("grammar", str(params.grammar))
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"structured_outputs.{kind}: {error}") from None

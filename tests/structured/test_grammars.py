@@ -82,6 +82,17 @@ def test_control_tokens_in_a_grammar_are_those_of_the_model(smollm: Tokenizer) -
     assert "<nothing>" in str(grammars.refusal(StructuredOutputsParams(grammar='start: <nothing> "a"')))
 
 
+def test_of_twenty_thousand_choices_each_can_be_taken(smollm: Tokenizer) -> None:
+    choices = tuple(f"choice number {index * 7919 % 100_003}" for index in range(20_000))
+    grammars, grammar = Grammars(Vocabulary(smollm, [2])), StructuredOutputsParams(choice=choices)
+    for text in choices[::4000]:
+        matcher = grammars.matcher(grammar)
+        for token in smollm.encode(text):
+            matcher.compute_bitmask()
+            assert matcher.consume_token(token)
+        assert matcher.is_accepting()
+
+
 def test_each_grammar_is_compiled_once_and_the_oldest_give_way(smollm: Tokenizer) -> None:
     grammars = Grammars(Vocabulary(smollm, [2]))
     for number in range(300):

@@ -176,6 +176,7 @@ def test_a_row_is_the_same_alone_in_a_batch_preempted_forked_and_speculated(
     assert tight.get_metrics().num_preemptions > 0
     drafting = open_llm(speculative={"method": "ngram", "num_speculative_tokens": 3})
     assert texts(generate(drafting, wanted, prompt)) == texts(together)
+    assert drafting.get_metrics().num_accepted_tokens > 0
 
 
 def test_beams_conform_to_their_grammar(llm: LLM) -> None:
