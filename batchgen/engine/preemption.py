@@ -45,8 +45,11 @@ class Preemption:
         self._mode = mode
         self._block_bytes = block_bytes
 
-    def preempt(self, victim: Group, step: StepBuilder) -> None:
-        """Take a running group's blocks; nobody is admitted in this step."""
+    def preempt(self, victim: Group, step: StepBuilder, ahead: Group | None = None) -> None:
+        """Take a running group's blocks, for one `ahead` of it or because there are too few of them.
+
+        Nobody is admitted in this step.
+        """
         step.has_preempted = True
         num_running = sum(len(group.sequences) for group in self._table.running)
         mode = "swap" if self._swaps(victim, step) else "recompute"
@@ -55,14 +58,15 @@ class Preemption:
         number = self._counters.preempted(mode)
         if number % 50 == 1:
             log.warning(
-                "request %s was preempted and will be %s (preemption %d): the KV cache of %d blocks is too "
-                "small for %d sequences at once; give it more memory (kv_cache_memory_bytes, "
-                "gpu_memory_utilization or num_gpu_blocks_override) or lower max_num_seqs",
+                "request %s was preempted and will be %s (preemption %d): %s",
                 victim.request.request_id,
                 "swapped back in" if mode == "swap" else "recomputed",
                 number,
-                self._blocks.num_blocks,
-                num_running,
+                f"request {ahead.request.request_id} has a higher priority"
+                if ahead
+                else f"the KV cache of {self._blocks.num_blocks} blocks is too small for {num_running} "
+                f"sequences at once; give it more memory (kv_cache_memory_bytes, gpu_memory_utilization or "
+                f"num_gpu_blocks_override) or lower max_num_seqs",
             )
 
     def evict_for_head(self, step: StepBuilder, admission: Admission) -> None:
@@ -89,7 +93,7 @@ class Preemption:
             return
         for victim in behind[: min(count, MOST_EVICTED)]:
             self._counters.choices["evict_priority"] += 1
-            self.preempt(victim, step)
+            self.preempt(victim, step, ahead=head)
         if head.state is GroupState.SWAPPED:
             # Swap-ins of a step come after its swap-outs, and may not wait for them.
             if not step.swap_out:

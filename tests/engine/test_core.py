@@ -137,6 +137,78 @@ def test_paused_it_computes_nothing_and_keeps_everything(
     assert unpack_ids(joined(outputs + run(core))["a", 0].token_ids) == expected_tokens(request)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_in_flight_sleep_too_and_are_computed_anew(
+    make_client: Any, make_request: Any, joined: Any, expected_tokens: Any, level: int
+) -> None:
+    core = make_client(num_gpu_blocks_override=9, max_num_seqs=4).core
+    levels: list[int] = []
+    core.executor.sleep = levels.append
+    requests = [
+        make_request(str(number), [number] * 20, n=1 + number % 2, temperature=1.0, max_tokens=30)
+        for number in range(5)
+    ]
+    outputs: list[SampleOutput] = []
+    for request in requests:
+        core.add(request)
+    for _ in range(20):
+        outputs += core.step()
+    core.sleep(level)
+    assert levels == [level]
+    assert not core.has_work and core.stats().is_paused
+    assert core.stats().num_used_blocks == core.stats().num_cached_blocks == 0
+    assert core.step() == []
+    core.wake_up()
+    ends = joined(outputs + run(core))
+    for request in requests:
+        for index in range(request.params.n):
+            assert unpack_ids(ends[request.request_id, index].token_ids) == expected_tokens(request, index)
+
+
+def test_an_executor_that_cannot_sleep_leaves_the_engine_awake(make_client: Any, make_request: Any) -> None:
+    core = make_client().core
+
+    def refuse(level: int) -> None:
+        raise ConfigError(f"no level {level}")
+
+    core.executor.sleep = refuse
+    core.add(make_request("a", [1], max_tokens=4))
+    core.step()
+    with pytest.raises(ConfigError, match="no level 3"):
+        core.sleep(3)
+    assert run(core)[-1].finish_reason == "length"
+
+
+def test_what_the_executor_cannot_draw_is_refused_at_once(make_client: Any, make_request: Any) -> None:
+    core = make_client().core
+    core.executor.refusal = lambda params: "no grammar here" if params.logprobs == 3 else None
+    core.add(make_request("bad", [1], n=2, temperature=1.0, logprobs=3))
+    core.add(make_request("good", [1], max_tokens=1))
+    bad = core.step()
+    assert [each.error.code for each in bad if each.error] == [FailureCode.INVALID_PARAMETER] * 2
+    assert bad[0].error.message == "no grammar here"
+    assert bad[-1].finish_reason == "length"
+
+
+def test_a_forced_way_of_preemption_reaches_the_scheduler(make_config: Any, make_request: Any) -> None:
+    from batchgen.engine.core import EngineCore
+    from batchgen.testing import CountingExecutor
+
+    for mode in ("swap", "recompute"):
+        config = make_config(num_gpu_blocks_override=5, max_num_seqs=4, preemption_mode=mode)
+        core = EngineCore(config, CountingExecutor(config, num_cpu_blocks=20))
+        for number in range(4):
+            core.add(make_request(str(number), [number] * 14, max_tokens=20))
+        seen = 0
+        while core.has_work:
+            core.step()
+            seen = max(seen, core.stats().num_used_cpu_blocks)
+        stats = core.stats()
+        assert stats.num_preemptions == stats.choices[f"preempt_{mode}"] > 0
+        assert stats.num_cpu_blocks == 20 and stats.num_used_cpu_blocks == 0
+        assert (seen > 0) is (mode == "swap")
+
+
 def test_stats_count_what_happened(make_client: Any, make_request: Any) -> None:
     core = make_client(num_gpu_blocks_override=5, max_num_seqs=4).core
     for number in range(4):

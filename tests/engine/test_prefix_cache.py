@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -123,3 +124,26 @@ def test_with_two_groups_a_hit_needs_the_block_of_both(make_sequence: MakeSequen
     blocks.pool.allocate(17)
     third = make_sequence(range(40), num_groups=2)
     assert [len(table) for table in blocks.lookup(third, 39).tables] == [1, 1]
+
+
+# The name says nothing of the weights: another adapter loaded under it finds none of the old one's blocks.
+def test_an_adapter_loaded_anew_under_its_name_is_another_one(
+    make_scheduler: Any, make_request: Any, execute: Any
+) -> None:
+    scheduler = make_scheduler()
+    hits = []
+    for number, content in enumerate([b"old", b"old", b"new", b"new", b"old", b""]):
+        request = make_request(str(number), range(40), adapter="x" if content else None, max_tokens=1)
+        scheduler.add(request, cache_root(adapter_hash=content))
+        hits.append(scheduler.update(execute(scheduler.schedule()))[-1].num_cached_tokens)
+    assert hits == [0, 32, 0, 32, 32, 0]
+
+
+def test_hits_are_counted_in_tokens(make_scheduler: Any, make_request: Any, execute: Any) -> None:
+    scheduler = make_scheduler()
+    for number, (length, skip) in enumerate([(40, None), (40, None), (20, None), (40, True)]):
+        request = make_request(str(number), range(length), max_tokens=1, skip_reading_prefix_cache=skip)
+        scheduler.add(request)
+        scheduler.update(execute(scheduler.schedule()))
+    cache = scheduler.blocks.cache
+    assert (cache.num_queried_tokens, cache.num_hit_tokens) == (40 + 40 + 20, 32 + 16)
