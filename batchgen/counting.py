@@ -184,7 +184,7 @@ class CountingExecutor:
             window = self.info.group_windows[group]
             # What the step's first query reads is there; what lies before may have been given back.
             start = 0 if window is None else max(first - window + 1, 0)
-            history = array("i", [-1]) * start
+            tokens = array("i", [-1]) * start
             for position in range(start, end):
                 block = table[position // self.block_size]
                 assert block >= 0, f"sequence {sequence.seq_id} lacks the block of position {position}"
@@ -195,8 +195,8 @@ class CountingExecutor:
                 assert entry[:2] == (group, position), (
                     f"sequence {sequence.seq_id} reads a foreign block: {entry}"
                 )
-                history.append(entry[2])
-            histories.append(history.tolist())
+                tokens.append(entry[2])
+            histories.append(tokens.tolist())
         whole = max(histories, key=lambda history: -history.count(-1))
         for history in histories:
             assert all(mine in (-1, true) for mine, true in zip(history, whole, strict=True)), (

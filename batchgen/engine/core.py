@@ -4,6 +4,7 @@ import logging
 import os
 import time
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cache, partial
 from itertools import chain
@@ -250,7 +251,9 @@ class EngineCore:
         return self._scheduler.take_outputs()
 
     def _warn_of_small_pool(self) -> None:
-        capacity = self.info.num_blocks // self._blocks.num_groups * self.info.block_size
+        size, longest = self.info.block_size, self.info.max_model_len
+        lengths = range(0, longest + size, size)
+        capacity = lengths[bisect_right(lengths, self.info.num_blocks, key=self._blocks.blocks_for) - 1]
         if capacity < self.info.max_model_len:
             log.warning(
                 "the KV cache holds %d tokens, fewer than max_model_len (%d): a longer sequence ends with an "

@@ -50,9 +50,9 @@ class CostModel:
 
     def observe(self, step: SchedulerOutput, result: StepResult, seconds: float) -> None:
         """Learn from a step that took `seconds` in all."""
-        num_swapped = len(step.swap_in) + len(step.swap_out)
-        if num_swapped and result.swap_s > 0:
-            rate = num_swapped * self._block_bytes / result.swap_s
+        num_bytes = (len(step.swap_in) + len(step.swap_out)) * self._block_bytes
+        if num_bytes and result.swap_s > 0:
+            rate = num_bytes / result.swap_s
             self.bytes_per_s = _mean(self.bytes_per_s, rate, self._has_bytes)
             self._has_bytes = True
         num_tokens = step.num_tokens

@@ -295,6 +295,17 @@ def test_a_pool_smaller_than_the_context_is_said_at_the_start(
     assert "holds 160 tokens, fewer than max_model_len (161)" in caplog.text
 
 
+def test_windows_make_a_pool_hold_more(make_config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from batchgen.engine.core import EngineCore
+    from batchgen.testing import CountingExecutor
+
+    for max_model_len in (320, 321):
+        config = make_config(num_gpu_blocks_override=24, max_model_len=max_model_len)
+        EngineCore(config, CountingExecutor(config, group_windows=(None, 40)))
+        # 20 blocks of the full group, and the 4 that the 40 tokens before a query can touch.
+        assert ("holds 320 tokens, fewer than max_model_len (321)" in caplog.text) is (max_model_len == 321)
+
+
 def test_a_core_that_nobody_holds_is_freed_with_its_model(make_client: Any) -> None:
     made = make_client()
     executor = weakref.ref(made.executor)
