@@ -65,7 +65,7 @@ class RunningPass:
                 self._blocks.fork(group.sequences[0], sequence)
             group.shared_until = 0
         if group.beam is not None and not group.shared_until:
-            return _beam_work(group, min(budget, self._chunks.most))
+            return _beam_work(group, budget, self._chunks.most)
         if group.shared_until:
             leader = group.sequences[0]
             count = self._chunks.size(group.shared_until - leader.num_computed_tokens, budget)
@@ -114,16 +114,16 @@ class RunningPass:
         return [Work(work[0].sequence, work[0].num_tokens // 2)]
 
 
-def _beam_work(group: Group, budget: int) -> list[Work]:
-    """What the beams of a group compute: all draw in the same step, or none does."""
+def _beam_work(group: Group, budget: int, most: int) -> list[Work]:
+    """What the beams of a group compute, each `most` tokens at most: all draw in the same step, or none."""
     if group.has_placeholders:
         return []
     lacking = [each.num_tokens - each.num_computed_tokens for each in group.sequences]
-    if sum(lacking) <= budget:
+    if sum(lacking) <= budget and max(lacking) <= most:
         return [Work(*each) for each in zip(group.sequences, lacking, strict=True)]
     work: list[Work] = []
     for sequence, count in zip(group.sequences, lacking, strict=True):
-        count = min(count - 1, budget)
+        count = min(count - 1, budget, most)
         if count:
             work.append(Work(sequence, count))
             budget -= count

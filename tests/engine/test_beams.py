@@ -1,6 +1,7 @@
 """Beam searches in the scheduler: right whatever the pool, with blocks shared and given back at once."""
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from batchgen.counting import counting_candidates
 from batchgen.engine.beam import BeamSearch
 from batchgen.engine.messages import EngineRequest, SampleOutput, unpack_ids
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.scheduler_output import DrawRules, SamplingRow
+from batchgen.engine.scheduler_output import DrawRules, SamplingRow, StepResult
 from batchgen.engine.stop import Stop
 from batchgen.outputs import FailureCode, FinishReason
 from batchgen.testing import CountingExecutor
@@ -82,6 +83,23 @@ def drive(
     assert not scheduler.has_work, "somebody waits for ever"
     check(scheduler)
     assert scheduler.blocks.pool.num_free == scheduler.blocks.num_blocks
+    return outputs
+
+
+def drive_behind(
+    scheduler: Scheduler, executor: Any, check: Callable[[Scheduler], None]
+) -> list[SampleOutput]:
+    """Every step is scheduled before the result of the one before it is taken in."""
+    outputs: list[SampleOutput] = []
+    results: deque[StepResult] = deque()
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        check(scheduler)
+        if not step.is_empty:
+            results.append(executor.execute(step))
+        assert results or scheduler.table.outbox, "nothing moves"
+        if results and (len(results) > 1 or step.is_empty):
+            outputs += scheduler.update(results.popleft())
     return outputs
 
 
@@ -174,6 +192,45 @@ def test_searches_are_preempted_and_come_back_as_they_were(
     )
     outputs = drive(scheduler, requests, check_blocks, executor)
     assert scheduler.counters.num_preemptions > 3
+    for request in requests:
+        assert [each[0] for each in beams_of(outputs, request.request_id)] == [
+            each[0] for each in expected_beams(request, 256)
+        ]
+
+
+def test_a_search_whose_step_is_under_way_is_not_scheduled_again(
+    make_scheduler: Any, make_request: Any, check_blocks: Any
+) -> None:
+    scheduler, executor = make_engine(make_scheduler, blocks=20, max_num_seqs=12)
+    requests = [
+        make_request(str(number), [number] * 20, n=4, max_tokens=30, use_beam_search=True)
+        for number in range(4)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    outputs = drive_behind(scheduler, executor, check_blocks)
+    for request in requests:
+        assert [each[0] for each in beams_of(outputs, request.request_id)] == [
+            each[0] for each in expected_beams(request, 256)
+        ]
+
+
+def test_a_limit_on_the_tokens_of_one_sequence_does_not_stop_beams(
+    make_scheduler: Any, make_request: Any, check_blocks: Any
+) -> None:
+    requests = [
+        make_request(str(number), [number] * 20, n=4, max_tokens=30, use_beam_search=True)
+        for number in range(4)
+    ]
+    scheduler, executor = make_engine(
+        make_scheduler,
+        blocks=20,
+        max_num_seqs=12,
+        long_prefill_token_threshold=3,
+        enable_prefix_caching=False,
+    )
+    outputs = drive(scheduler, requests.copy(), check_blocks, executor)
+    assert scheduler.counters.num_preemptions > 0
     for request in requests:
         assert [each[0] for each in beams_of(outputs, request.request_id)] == [
             each[0] for each in expected_beams(request, 256)

@@ -1,5 +1,6 @@
 """Speculation in the scheduler: the tokens are those of a run without it, and drafting hurts nobody."""
 
+from collections import deque
 from typing import Any
 
 from hypothesis import given, settings
@@ -160,6 +161,34 @@ def test_tokens_are_those_without_speculation(
     counters = scheduler.counters
     assert counters.num_accepted_tokens <= counters.num_draft_tokens
     assert counters.generation_tokens == sum(len(unpack_ids(each.token_ids)) for each in told.values())
+
+
+def test_nothing_is_drafted_after_a_token_that_is_not_known_yet(
+    make_scheduler: Any, make_request: Any, check_blocks: Any
+) -> None:
+    scheduler, executor = make_engine(make_scheduler, blocks=14)
+    requests = [
+        make_request(str(number), [0, 1, 2, 3] * 4, seed=number, max_tokens=50) for number in range(4)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    outputs: list[SampleOutput] = []
+    results: deque[StepResult] = deque()
+    # Every step is scheduled before the result of the one before it is taken in.
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        check_blocks(scheduler)
+        if not step.is_empty:
+            results.append(executor.execute(step))
+        assert results, "nothing moves"
+        if len(results) > 1 or step.is_empty:
+            outputs += scheduler.update(results.popleft())
+    for request in requests:
+        tokens = [
+            t for each in outputs if each.request_id == request.request_id for t in unpack_ids(each.token_ids)
+        ]
+        assert tokens == expected(request, 0)
+    assert scheduler.counters.num_draft_tokens == 0
 
 
 def test_drafts_are_accepted_and_counted_and_save_steps(make_scheduler: Any, make_request: Any) -> None:
