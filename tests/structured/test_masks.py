@@ -79,6 +79,24 @@ def test_masks_on_a_gpu_are_those_on_a_cpu() -> None:
     assert torch.equal(*found)
 
 
+def test_the_way_of_a_device_gives_what_the_way_of_a_cpu_gives() -> None:
+    words = np.random.default_rng(1).integers(-(2**31), 2**31, (3, 9), dtype=np.int32)
+    blocker, found = Blocker(), []
+    for is_device in (False, True):
+        logits = torch.zeros(5, V)
+        blocker.begin(logits)
+        if is_device:
+            blocker._values = None
+        memory = np.empty(9, dtype=np.int32)
+        for at, row in enumerate((4, 0, 2)):
+            memory[:] = words[at]
+            blocker.block(row, memory)
+        blocker.finish(logits)
+        found.append(logits)
+    assert torch.equal(*found)
+    assert 0 < torch.isneginf(found[0]).sum() < 3 * V
+
+
 def test_a_nan_stays_where_it_may_be_drawn_and_widths_may_change() -> None:
     blocker = Blocker()
     for width in (40, 33, 64):
