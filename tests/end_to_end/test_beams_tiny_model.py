@@ -160,6 +160,42 @@ def test_a_stop_string_ends_the_beam_that_contains_it(
     assert num_stopped > 6
 
 
+def test_a_grammar_leaves_only_what_it_allows_and_the_models_own_probabilities_rank_it(
+    llm: LLM, model: Any
+) -> None:
+    choices = ["ABBA", "AB", "CAD", "DDDDD", "ACDC"]
+    (found,) = search(llm, PROMPTS[:1], 4, structured_outputs={"choice": choices}, length_penalty=0.0)
+    expected = []
+    for choice in choices:
+        ids = [*choice.encode(), EOS]
+        with torch.inference_mode():
+            logits = model(torch.tensor([PROMPTS[0] + ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
+        expected.append((sum(logits.log_softmax(-1)[range(len(ids)), ids].tolist()), choice))
+    likeliest = sorted(expected, reverse=True)
+    assert [sample.text for sample in found] == [choice for _, choice in likeliest[: len(found)]]
+    assert [sample.cumulative_logprob for sample in found] == pytest.approx(
+        [logprob for logprob, _ in likeliest[: len(found)]], abs=1e-3
+    )
+    assert all(sample.valid and sample.finish_reason == "stop" for sample in found)
+
+
+def test_of_a_wide_search_the_n_best_are_given(llm: LLM, theirs: Callable[..., Beams]) -> None:
+    (found,) = search(llm, PROMPTS[:1], 2, best_of=4)
+    assert_equal(found, theirs(PROMPTS[0], 4)[:2])
+
+
+def test_log_probabilities_of_beams_add_up(llm: LLM) -> None:
+    (found,) = search(llm, PROMPTS[:1], 3, logprobs=2)
+    for sample in found:
+        assert sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids)
+        own = [
+            position[token].logprob for position, token in zip(sample.logprobs, sample.token_ids, strict=True)
+        ]
+        assert sum(own) == pytest.approx(sample.cumulative_logprob, abs=1e-4)
+        assert all(min(each.rank for each in position.values()) >= 1 for position in sample.logprobs)
+        assert all(len(position) in (2, 3) for position in sample.logprobs)
+
+
 MANY = [random_ids(20 + 9 * number, number, 256) for number in range(5)]
 
 
