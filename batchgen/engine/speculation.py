@@ -11,6 +11,7 @@ What is not done is not measured. So a few steps now and then draft on trial, ra
 pay, and one step now and then does not draft although it pays.
 """
 
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -26,10 +27,15 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 64, 2048
 _TRIAL_STEPS, _TRIAL_SEQUENCES = 3, 8
 # After so many steps with drafts comes one without.
 _PLAIN_AFTER = 128
+# At least so many steps between two lines in the log.
+_QUIET_STEPS = 1000
 # A sequence is taken to be like the others until so many of its own drafted tokens were judged.
 _PRIOR_TOKENS = 4.0
 # What earlier drafts count after another one: of all sequences, of its own; and after a step without.
 _KEPT_OF_ALL, _KEPT_OF_OWN, _KEPT_BY_STEP = 0.99, 0.9, 0.98
+
+
+log = logging.getLogger(__name__)
 
 
 class Drafting(Protocol):
@@ -77,6 +83,7 @@ class Speculation:
         self._trial_steps_left = _TRIAL_STEPS
         self._trial_pause = _FIRST_PAUSE
         self._trial_due = 0
+        self._said: tuple[int, bool] | None = None
 
     def draft(
         self, sequences: Sequence[Drafting], rooms: Sequence[int], num_rows: int, budget: int
@@ -139,7 +146,26 @@ class Speculation:
         if self._step >= self._trial_due:
             return True, 0.0
         break_even = self.break_even(num_rows)
-        return False, 1.0 if break_even is None else break_even
+        if break_even is None:
+            return False, 1.0
+        self._say(num_rows, break_even)
+        return False, break_even
+
+    def _say(self, num_rows: int, break_even: float) -> None:
+        """Log whether drafting pays for a sequence like most, when that has changed, but not all the time."""
+        chance = self._all.accepted / self._all.judged
+        pays = chance > break_even
+        if self._said is not None and (self._said[1] == pays or self._step < self._said[0] + _QUIET_STEPS):
+            return
+        self._said = self._step, pays
+        log.info(
+            "speculation is %s at %d sequences: a drafted token pays if it is accepted with a probability of "
+            "%.2f or more; of those judged %.2f were",
+            "on" if pays else "off",
+            num_rows,
+            break_even,
+            chance,
+        )
 
     def _worthwhile(self, seq_id: int, break_even: float) -> int:
         """How many tokens a sequence drafts: each is accepted with a probability above `break_even`."""

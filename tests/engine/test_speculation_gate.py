@@ -131,3 +131,12 @@ def test_one_slow_step_does_not_count_for_much() -> None:
     for seconds in (0.1, 0.1, 0.1, 9.0):
         times.observe(4, seconds)
     assert times.seconds(4) < 0.13
+
+
+def test_it_says_when_it_turns_itself_off_and_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "batchgen.engine.speculation"):
+        run(64, 300, proportional, accept=lambda index, drafted: drafted // 2)
+        run(1, 300, memory_bound, accept=everything)
+    off, on = (record.getMessage() for record in caplog.records)
+    assert "speculation is off at 64 sequences" in off
+    assert "speculation is on at 1 sequences" in on
