@@ -106,14 +106,10 @@ class Admission:
 
     def try_admit(self, group: Group, step: StepBuilder) -> Verdict:
         """Move a waiting group to those that run, with its blocks, if it fits; fail it if it never does."""
-        if not self._may_run(group):
+        width = self._width(group)
+        if width == 0 or not self._may_run(group) or not self._may_fit(group):
             return Verdict.LATER
         is_alone = not self._table.running
-        number = self._counters.num_steps
-        has_changed = self._blocks.pool.num_free >= group.lacking or number - group.tried_at >= _LOOK_AGAIN
-        width = self._width(group)
-        if width == 0 or not (is_alone or has_changed):
-            return Verdict.LATER
         plan = self._plan(group, width, step)
         if plan is None:
             return Verdict.NEVER
@@ -126,14 +122,14 @@ class Admission:
             else:
                 break
         if plan.num_needed > self._blocks.pool.num_free or not plan.chunk:
-            group.lacking, group.tried_at = plan.num_needed, number
-            return Verdict.LATER
+            return self._later(group, plan.num_needed)
         self._take(group, plan)
         return Verdict.OK
 
     def try_swap_in(self, group: Group, step: StepBuilder) -> Verdict:
         """Move a swapped group to those that run, if it fits; one that never does is recomputed or fails."""
-        if not self._may_run(group) or (group.width > self.num_free_seqs and self._table.running):
+        has_seats = group.width <= self.num_free_seqs or not self._table.running
+        if not has_seats or not self._may_run(group) or not self._may_fit(group):
             return Verdict.LATER
         if self._blocks.blocks_for_group(group, group.width) > self._blocks.num_blocks:
             self._table.forget_swapped(group)
@@ -144,7 +140,7 @@ class Admission:
             if plan.num_needed + self._reserve <= self._blocks.pool.num_free:
                 break
             if not (is_alone and self._pins.yield_oldest()):
-                return Verdict.LATER
+                return self._later(group, plan.num_needed + self._reserve)
         step.swap_in += self._swapper.swap_in(group, plan)
         self._table.run(group)
         return Verdict.OK
@@ -170,6 +166,16 @@ class Admission:
     def _may_run(self, group: Group) -> bool:
         """Whether nothing but room can keep a group from running now."""
         return not group.has_placeholders and self._has_adapter_slot(group)
+
+    def _may_fit(self, group: Group) -> bool:
+        """Whether there are more free blocks than when a group lacked some, or that was long ago."""
+        if not self._table.running or self._blocks.pool.num_free >= group.lacking:
+            return True
+        return self._counters.num_steps - group.tried_at >= _LOOK_AGAIN
+
+    def _later(self, group: Group, num_needed: int) -> Verdict:
+        group.lacking, group.tried_at = num_needed, self._counters.num_steps
+        return Verdict.LATER
 
     @property
     def num_free_seqs(self) -> int:

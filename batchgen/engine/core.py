@@ -67,6 +67,7 @@ class EngineCore:
         )
         self.is_paused = False
         self.is_asleep = False
+        self._num_idle = 0
         self._tokenizer = cache(partial(_load_tokenizer, config.model))
         self._kv_dtype = str(resolved["kv_cache_dtype"])
         self._blocks = BlockManager(
@@ -191,9 +192,12 @@ class EngineCore:
         plan = self._scheduler.schedule()
         if plan.is_empty:
             outputs = self._scheduler.take_outputs()
-            if not outputs and self._scheduler.has_work and not self._scheduler.has_step_in_flight:
+            self._num_idle += 1
+            # One empty step may only have made room for the next.
+            if self._num_idle > 2 and not outputs and self._scheduler.has_work:
                 outputs = self._fail_stuck()
             return outputs
+        self._num_idle = 0
         started = time.perf_counter()
         self._watchdog.begin()
         try:

@@ -83,13 +83,9 @@ class Preemption:
         lacking = admission.lacking(head, step)
         if lacking is None:
             return
-        num_seqs, num_blocks = lacking
         behind = [group for group in reversed(table.running) if group.rank > head.rank]
-        for count in range(1, len(behind) + 1):
-            freed = self._blocks.num_releasable(behind[:count])
-            if sum(group.width for group in behind[:count]) >= num_seqs and freed >= num_blocks:
-                break
-        else:
+        count = self._num_victims(behind, *lacking)
+        if count == 0:
             return
         for victim in behind[: min(count, MOST_EVICTED)]:
             self._counters.choices["evict_priority"] += 1
@@ -101,15 +97,24 @@ class Preemption:
         elif count <= MOST_EVICTED and head.state is GroupState.WAITING:
             admission.try_admit(head, step)
 
+    def _num_victims(self, behind: list[Group], num_seqs: int, num_blocks: int) -> int:
+        """How many of the first groups must go to make that much room; 0 when all of them are too few."""
+        held = [len(table) for group in behind for each in group.sequences for table in each.block_tables]
+        if sum(held) < num_blocks:
+            return 0
+        for count in range(1, len(behind) + 1):
+            num_seqs -= behind[count - 1].width
+            if num_seqs <= 0 and self._blocks.num_releasable(behind[:count]) >= num_blocks:
+                return count
+        return 0
+
     def _swaps(self, victim: Group, step: StepBuilder) -> bool:
         """Move a victim to host memory if that is the way for it; whether it was done."""
-        num_blocks = self._swapper.num_distinct(victim)
         # A block that this step swaps in is not there yet to be swapped out.
-        if self._blocks.host_pool.num_blocks == 0 or num_blocks == 0 or step.swap_in:
+        if self._mode == "recompute" or self._blocks.host_pool.num_blocks == 0 or step.swap_in:
             return False
-        if self._mode == "recompute" or (
-            self._mode is None and not self._is_swap_cheaper(victim, num_blocks)
-        ):
+        num_blocks = self._swapper.num_distinct(victim)
+        if num_blocks == 0 or (self._mode is None and not self._is_swap_cheaper(victim, num_blocks)):
             return False
         moves = self._swapper.swap_out(victim)
         if moves is None:

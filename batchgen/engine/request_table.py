@@ -55,6 +55,7 @@ class RequestTable:
         """Let a running group wait whose blocks are in host memory now."""
         self.running.take(group)
         group.num_preemptions += 1
+        group.lacking = 0
         self._enter(group, GroupState.SWAPPED)
 
     def forget_swapped(self, group: Group) -> None:
