@@ -129,7 +129,7 @@ def test_calls_are_answered_and_disturb_nobody(
     with pytest.raises(ConfigError, match=r"adapter 'x' \(there\)"):
         client.load_adapter("x", "there")
     client.sleep(1)
-    client.poll()  # what was drawn before
+    client.poll(timeout_s=0.2)  # what was drawn before
     assert client.poll(timeout_s=0.2) == []
     client.wake_up()
     ends = finish(client)
