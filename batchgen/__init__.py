@@ -14,8 +14,9 @@ if (_checkout / "kernels").is_dir() and (_checkout / "pyproject.toml").is_file()
     __path__.append(str(_checkout))
 
 if TYPE_CHECKING:
-    from batchgen.api import LLM, run_job
-    from batchgen.async_llm import AsyncLLM
+    from batchgen.api.async_llm import AsyncLLM
+    from batchgen.api.jobs import run_job
+    from batchgen.api.llm import LLM
     from batchgen.errors import BatchgenError
     from batchgen.outputs import (
         BeamSearchOutput,
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
     from batchgen.version import __version__
 
 _HOMES = {
-    "AsyncLLM": "batchgen.async_llm",
+    "AsyncLLM": "batchgen.api.async_llm",
     "BatchgenError": "batchgen.errors",
     "BeamSearchOutput": "batchgen.outputs",
     "BeamSearchParams": "batchgen.sampling_params",
     "BeamSearchSequence": "batchgen.outputs",
     "CompletionOutput": "batchgen.outputs",
     "FlatLogprobs": "batchgen.outputs",
-    "LLM": "batchgen.api",
+    "LLM": "batchgen.api.llm",
     "Logprob": "batchgen.outputs",
     "RepetitionDetection": "batchgen.sampling_params",
     "RequestOutput": "batchgen.outputs",
@@ -52,7 +53,7 @@ _HOMES = {
     "ScoreOutput": "batchgen.outputs",
     "StructuredOutputsParams": "batchgen.sampling_params",
     "__version__": "batchgen.version",
-    "run_job": "batchgen.api",
+    "run_job": "batchgen.api.jobs",
 }
 
 __all__ = [

@@ -10,7 +10,7 @@ import typer
 from batchgen.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
-    from batchgen.api import LLM
+    from batchgen.api.llm import LLM
     from batchgen.outputs import PositionLogprobs, RequestOutput
     from batchgen.sampling_params import SamplingParams
 
@@ -74,7 +74,7 @@ def generate(
     flags |= _beams(beam_width, n) | _grammar(json_schema, regex, choice)
     given |= {name: value for name, value in flags.items() if value is not None}
 
-    from batchgen.api import LLM
+    from batchgen.api.llm import LLM
 
     with LLM(model, **engine_args) as llm:
         if not quiet:

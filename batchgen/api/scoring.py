@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from batchgen.api.prompt_forms import Read
 from batchgen.engine.messages import pack_ids, unpack_ids
 from batchgen.errors import ConfigError
 from batchgen.outputs import RequestOutput, ScoreOutput
-from batchgen.prompt_forms import Read
 from batchgen.sampling_params import SamplingParams
 
 # Prompts that are looked at together: few enough that the blocks of the first are still cached for the rest.

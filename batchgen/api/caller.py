@@ -5,6 +5,7 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
+from batchgen.api.prompt_forms import Read, read_conversations
 from batchgen.byte_tokenizer import ByteTokenizer
 from batchgen.config import EngineConfig
 from batchgen.engine.client import EngineClient
@@ -13,7 +14,6 @@ from batchgen.engine.messages import EngineInfo, EngineRequest, pack_ids
 from batchgen.engine.start import start_engine
 from batchgen.errors import ConfigError, InputError
 from batchgen.models.location import resolve_model
-from batchgen.prompt_forms import Read, read_conversations
 from batchgen.sampling_checks import check_engine_limits
 from batchgen.sampling_defaults import effective_params, generation_defaults
 from batchgen.sampling_params import SamplingParams

@@ -1,24 +1,21 @@
-"""What a notebook or a script calls: LLM, and run_job."""
+"""LLM: what a notebook or a script calls."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from batchgen.batch_runner import BatchRunner
-from batchgen.beams import beam_output, beam_params
+from batchgen.api.batch_runner import BatchRunner
+from batchgen.api.beams import beam_output, beam_params
+from batchgen.api.caller import Caller, chat_options, check_level, check_tags
+from batchgen.api.prompt_forms import Messages, Prompt, Read, one_each, read_prompt, read_prompts
+from batchgen.api.scoring import make_pairs, score_output, waves
+from batchgen.api.stats_log import StatsLog
 from batchgen.byte_tokenizer import ByteTokenizer
-from batchgen.caller import Caller, chat_options, check_level, check_tags
 from batchgen.config import EngineConfig
 from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats
 from batchgen.errors import ConfigError
-from batchgen.job_api import run_job
 from batchgen.outputs import BeamSearchOutput, RequestOutput, ScoreOutput
-from batchgen.prompt_forms import Messages, Prompt, Read, one_each, read_prompt, read_prompts
 from batchgen.sampling_params import BeamSearchParams, SamplingParams
-from batchgen.scoring import make_pairs, score_output, waves
-from batchgen.stats_log import StatsLog
 from batchgen.tokenizer import Tokenizer
-
-__all__ = ["LLM", "run_job"]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

@@ -11,15 +11,15 @@ import pytest
 
 import batchgen
 from batchgen import LLM, BeamSearchParams, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
-from batchgen.beams import beam_output
+from batchgen.api.beams import beam_output
+from batchgen.api.prompt_forms import Read
+from batchgen.api.scoring import Pair, make_pairs, waves
+from batchgen.api.stats_log import StatsLog, stats_line
 from batchgen.counting import CountingExecutor
 from batchgen.engine.core import EngineCore
 from batchgen.engine.in_process import InProcessClient
 from batchgen.engine.messages import EngineStats
 from batchgen.errors import ConfigError, EngineError
-from batchgen.prompt_forms import Read
-from batchgen.scoring import Pair, make_pairs, waves
-from batchgen.stats_log import StatsLog, stats_line
 from batchgen.testing import ByteTokenizer
 from batchgen.tokenizer.chat import ChatTemplate
 
@@ -173,7 +173,7 @@ def test_outputs_come_whole_whatever_their_kind(monkeypatch) -> None:
     def counting(config, tokenizer, in_process, on_loading):
         return InProcessClient(EngineCore(config, CountingExecutor(config)), tokenizer)
 
-    monkeypatch.setattr("batchgen.caller.start_engine", counting)
+    monkeypatch.setattr("batchgen.api.caller.start_engine", counting)
     bias = {ord("a"): 100}
     with LLM("echo:") as llm:
         for kind in RequestOutputKind:

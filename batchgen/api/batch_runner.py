@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from tqdm.auto import tqdm
 
+from batchgen.api.stats_log import StatsLog
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import EngineRequest, EngineStats
 from batchgen.errors import EngineError
 from batchgen.outputs import RequestOutput
-from batchgen.stats_log import StatsLog
 
 # Requests handed to the engine for each that can run: enough to keep it full, few enough for flat memory.
 _WINDOW_PER_SEQ = 4

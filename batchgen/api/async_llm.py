@@ -5,17 +5,17 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from batchgen.async_streams import OutputStream
+from batchgen.api.caller import Caller, chat_options, check_level, check_tags
+from batchgen.api.engine_thread import EngineThread
+from batchgen.api.output_stream import OutputStream
+from batchgen.api.prompt_forms import Messages, Prompt, Read, read_prompt
+from batchgen.api.stats_log import StatsLog
 from batchgen.byte_tokenizer import ByteTokenizer
-from batchgen.caller import Caller, chat_options, check_level, check_tags
 from batchgen.config import EngineConfig
 from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats
-from batchgen.engine_thread import EngineThread
 from batchgen.errors import ConfigError, EngineError
 from batchgen.outputs import RequestOutput
-from batchgen.prompt_forms import Messages, Prompt, Read, read_prompt
 from batchgen.sampling_params import RequestOutputKind, SamplingParams
-from batchgen.stats_log import StatsLog
 from batchgen.tokenizer import Tokenizer
 
 # A longer text is encoded in a thread of its own: the loop has others to serve.

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from batchgen import AsyncLLM, RequestOutputKind, SamplingParams
-from batchgen.async_streams import OutputStream, joined
+from batchgen.api.output_stream import OutputStream, joined
+from batchgen.api.prompt_forms import read_prompt
 from batchgen.counting import CountingExecutor
 from batchgen.engine.child_client import ChildClient
 from batchgen.engine.core import EngineCore
 from batchgen.engine.in_process import InProcessClient
 from batchgen.errors import ConfigError, EngineError
 from batchgen.outputs import CompletionOutput, RequestOutput
-from batchgen.prompt_forms import read_prompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 LONG = SamplingParams(temperature=0, max_tokens=200)
@@ -39,7 +39,7 @@ def make_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM
             executor = CountingExecutor(config, vocab_size=258, before_step=before_step)
             return InProcessClient(EngineCore(config, executor), tokenizer)
 
-        monkeypatch.setattr("batchgen.caller.start_engine", start)
+        monkeypatch.setattr("batchgen.api.caller.start_engine", start)
         made.append(AsyncLLM("echo:", **engine_args))
         return made[-1]
 
@@ -276,7 +276,7 @@ def test_an_llm_that_nobody_holds_takes_its_engine_along(make_llm: Any, monkeypa
             clients.append(ChildClient(config, tokenizer, executor="batchgen.counting:load_counting"))
             return clients[-1]
 
-        monkeypatch.setattr("batchgen.caller.start_engine", start)
+        monkeypatch.setattr("batchgen.api.caller.start_engine", start)
         llm = AsyncLLM("echo:")
         await read(llm, [1])
         del llm

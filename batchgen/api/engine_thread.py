@@ -9,12 +9,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
-from batchgen.async_streams import OutputStream
+from batchgen.api.output_stream import OutputStream
+from batchgen.api.stats_log import StatsLog
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import EngineRequest
 from batchgen.errors import BatchgenError, EngineError
 from batchgen.outputs import RequestOutput
-from batchgen.stats_log import StatsLog
 
 log = logging.getLogger(__name__)
 

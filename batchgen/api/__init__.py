@@ -1,0 +1,1 @@
+"""The Python API: LLM, AsyncLLM and run_job, and what they are made of."""
