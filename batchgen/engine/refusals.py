@@ -74,9 +74,9 @@ def outgrown(group: Group, blocks: BlockManager) -> RowFailure:
 
 
 def undrawable(sequence: Sequence, why: str) -> RowFailure:
-    """The failure of a sequence whose next token the executor could not draw."""
+    """The failure of a sequence whose sampling parameters allow no next token."""
     return RowFailure(
-        FailureCode.ENGINE_ERROR, f"generated token {sequence.num_generated + 1} cannot be drawn: {why}"
+        FailureCode.INVALID_PARAMETER, f"generated token {sequence.num_generated + 1} cannot be drawn: {why}"
     )
 
 

@@ -168,14 +168,14 @@ class StepResult:
 
     Args:
         step: which.
-        token_ids: None stands where there was nothing to draw from; `failures` may say why, otherwise the
-            model's numbers have overflowed.
+        token_ids: None stands where there was nothing to draw from: `failures` says why, or the model's
+            numbers have overflowed.
         logprobs: row -> what it asked for.
         candidates: row -> the likeliest tokens of a row with `num_candidates`, best first: ids and log
             probabilities of the processed logits.
         grammar: row -> where its grammar stands after the token.
         prompt_logprobs: seq_id -> one entry for each of its `scores.targets`.
-        failures: row -> why it has no token.
+        failures: row -> why its sampling parameters leave it no token.
         swap_s: seconds spent in copying swapped blocks; 0 when nobody measured.
     """
 
