@@ -162,6 +162,29 @@ class LLM:
         read = read_prompts(prompts)
         return self._runner.enqueue(self._requests(read, sampling_params, priority))
 
+    def enqueue_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        priority: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Start conversations without waiting for their answers; returns their request ids.
+
+        Raises:
+            ConfigError, InputError, TemplateError: what `chat` raises.
+        """
+        options = chat_options(
+            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
+        )
+        read = self._caller.render(messages, **options)
+        return self._runner.enqueue(self._requests(read, sampling_params, priority))
+
     def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
         """The outputs of all prompts enqueued since the last time, in that order."""
         return self._runner.wait(use_tqdm)

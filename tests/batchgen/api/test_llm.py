@@ -4,6 +4,7 @@ import logging
 import math
 import threading
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -269,9 +270,15 @@ def test_enqueued_prompts_are_waited_for_together(llm) -> None:
     first = llm.enqueue(["one", "two"], GREEDY)
     (between,) = llm.generate("between", SamplingParams(temperature=0, max_tokens=7), use_tqdm=False)
     second = llm.enqueue("three", GREEDY)
+    conversations = [[{"role": "user", "content": text}] for text in ("four", "five")]
+    third = llm.enqueue_chat(conversations, GREEDY)
     outputs = llm.wait_for_completion(use_tqdm=False)
-    assert [output.request_id for output in outputs] == first + second
-    assert [output.prompt for output in outputs] == ["one", "two", "three"]
+    assert [output.request_id for output in outputs] == first + second + third
+    assert [output.prompt for output in outputs[:3]] == ["one", "two", "three"]
+    assert outputs[3:] == [
+        replace(output, request_id=request_id)
+        for output, request_id in zip(llm.chat(conversations, GREEDY, False), third, strict=True)
+    ]
     assert between.outputs[0].text == "between"
     assert llm.wait_for_completion(use_tqdm=False) == []
 
