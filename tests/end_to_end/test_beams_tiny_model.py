@@ -1,6 +1,5 @@
 """Beam search gives the ids and the ranking of transformers' beams (case BG-19)."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from batchgen.outputs import CompletionOutput
 from batchgen.tiny_models import random_ids, tiny_model, write_folder
 
 EOS = 257
-MAX_TOKENS = 20
+MAX_TOKENS = 16
 PROMPTS = [random_ids(6, 1, 256), random_ids(200, 2, 256)]
 
 Beams = list[tuple[list[int], float]]
@@ -84,21 +83,21 @@ def test_same_beams_as_transformers(
     llm: LLM, theirs: Callable[..., Beams], length_penalty: float, early_stopping: bool | str
 ) -> None:
     options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
-    for width in (2, 4):
-        found = search(llm, PROMPTS, width, **options)
-        for prompt, samples in zip(PROMPTS, found, strict=True):
+    for width, prompts in ((2, PROMPTS[:1]), (4, PROMPTS)):
+        found = search(llm, prompts, width, **options)
+        for prompt, samples in zip(prompts, found, strict=True):
             assert_equal(samples, theirs(prompt, width, **options), length_penalty)
 
 
-@pytest.mark.parametrize("bias", [3.0, 6.0])
-def test_ends_that_come_early(llm: LLM, theirs: Callable[..., Beams], bias: float) -> None:
-    for length_penalty, early_stopping in itertools.product((2.0, 0.5), (False, "never", True)):
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+def test_ends_that_come_early(llm: LLM, theirs: Callable[..., Beams], early_stopping: bool | str) -> None:
+    for bias, length_penalty in ((3.0, 2.0), (6.0, 0.5)):
         options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
         found = search(llm, PROMPTS, 4, logit_bias={EOS: bias}, **options)
         for prompt, samples in zip(PROMPTS, found, strict=True):
             assert_equal(samples, theirs(prompt, 4, sequence_bias={(EOS,): bias}, **options), length_penalty)
-    if bias == 6.0:
-        assert all(len(sample.token_ids) < MAX_TOKENS for samples in found for sample in samples)
+    # A likely end and a penalty on length: no beam is long.
+    assert all(len(sample.token_ids) < MAX_TOKENS for samples in found for sample in samples)
 
 
 @pytest.mark.parametrize(
