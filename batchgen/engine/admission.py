@@ -139,8 +139,12 @@ class Admission:
             plan = self._swapper.plan_in(group)
             if plan.num_needed + self._reserve <= self._blocks.pool.num_free:
                 break
-            if not (is_alone and self._pins.yield_oldest()):
+            if not is_alone:
                 return self._later(group, plan.num_needed + self._reserve)
+            if not self._pins.yield_oldest():
+                # Samples that drew the same apart hold more blocks than they share when they are recomputed.
+                self._table.forget_swapped(group)
+                return Verdict.NEVER
         step.swap_in += self._swapper.swap_in(group, plan)
         self._table.run(group)
         return Verdict.OK

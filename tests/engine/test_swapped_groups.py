@@ -229,3 +229,18 @@ def test_rates_are_learned_from_steps(make_scheduler: MakeScheduler, make_reques
     decode = SchedulerOutput(2, ())
     costs.observe(decode, StepResult(2, []), seconds=100.0)
     assert 0.25 < costs.recompute_s(50) < 0.5
+
+
+def test_samples_that_drew_the_same_apart_come_back_though_their_copies_have_no_room(
+    make_scheduler: MakeScheduler, make_request: MakeRequest, make_config: Any, check_blocks: Any
+) -> None:
+    # Swapped out with 7 blocks, the three samples need 10 to go on; recomputed, they share all but the last.
+    scheduler = make_scheduler(num_blocks=9, num_cpu_blocks=20, preemption_mode="swap")
+    executor = CountingExecutor(make_config(num_gpu_blocks_override=9), num_cpu_blocks=20)
+    values: dict[str, Any] = {"logit_bias": {5: 100}, "ignore_eos": True}
+    scheduler.add(make_request("short", [1] * 5, max_tokens=40, **values))
+    scheduler.add(make_request("group", [2] * 16, n=3, max_tokens=40, **values))
+    outputs, _ = run(scheduler, executor, check_blocks)
+    assert scheduler.counters.choices["preempt_swap"] > 0
+    assert [output.error for output in outputs if output.error] == []
+    assert sum(len(unpack_ids(output.token_ids)) for output in outputs) == 4 * 40
