@@ -239,7 +239,7 @@ def test_samples_that_drew_the_same_apart_come_back_though_their_copies_have_no_
     executor = CountingExecutor(make_config(num_gpu_blocks_override=9), num_cpu_blocks=20)
     values: dict[str, Any] = {"logit_bias": {5: 100}, "ignore_eos": True}
     scheduler.add(make_request("short", [1] * 5, max_tokens=40, **values))
-    scheduler.add(make_request("group", [2] * 16, n=3, max_tokens=40, **values))
+    scheduler.add(make_request("group", [2] * 30, n=3, max_tokens=40, **values))
     outputs, _ = run(scheduler, executor, check_blocks)
     assert scheduler.counters.choices["preempt_swap"] > 0
     assert [output.error for output in outputs if output.error] == []
