@@ -235,7 +235,9 @@ def test_samples_that_drew_the_same_apart_come_back_though_their_copies_have_no_
     make_scheduler: MakeScheduler, make_request: MakeRequest, make_config: Any, check_blocks: Any
 ) -> None:
     # Swapped out with 7 blocks, the three samples need 10 to go on; recomputed, they share all but the last.
-    scheduler = make_scheduler(num_blocks=9, num_cpu_blocks=20, preemption_mode="swap")
+    scheduler = make_scheduler(
+        num_blocks=9, num_cpu_blocks=20, preemption_mode="swap", enable_prefix_caching=False
+    )
     executor = CountingExecutor(make_config(num_gpu_blocks_override=9), num_cpu_blocks=20)
     values: dict[str, Any] = {"logit_bias": {5: 100}, "ignore_eos": True}
     scheduler.add(make_request("short", [1] * 5, max_tokens=40, **values))
