@@ -10,10 +10,11 @@ from batchgen.errors import ConfigError
 from batchgen.kernels.kv import torch_dtype
 from batchgen.kernels.ops import Kernels
 from batchgen.models.decoder import Decoder
+from batchgen.models.gguf_config import config_from_gguf
 from batchgen.models.gguf_file import GGUFFile
 from batchgen.models.gguf_weights import GGUFSource
+from batchgen.models.hf_config import config_from_hf
 from batchgen.models.location import ModelLocation, resolve_model
-from batchgen.models.model_config import ModelConfig
 from batchgen.models.weights import SafetensorsSource, WeightSource, load_weights
 from batchgen.quantization.base import method_for
 
@@ -36,9 +37,9 @@ class ModelFiles:
         self.location = resolve_model(model, revision)
         self._gguf = GGUFFile(self.location.path) if self.location.kind == "gguf" else None
         self.shape = (
-            ModelConfig.from_gguf(self._gguf)
+            config_from_gguf(self._gguf)
             if self._gguf
-            else ModelConfig.from_hf(_config_json(self.location), self.location.name)
+            else config_from_hf(_config_json(self.location), self.location.name)
         )
 
     def build(

@@ -11,10 +11,11 @@ from batchgen.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from batchgen.kernels.kv import torch_dtype
 from batchgen.kernels.ops import choose
 from batchgen.models.decoder import Decoder
+from batchgen.models.gguf_config import config_from_gguf
 from batchgen.models.gguf_file import GGUFFile
 from batchgen.models.gguf_weights import GGUFSource
+from batchgen.models.hf_config import config_from_hf
 from batchgen.models.location import resolve_model
-from batchgen.models.model_config import ModelConfig
 from batchgen.models.weights import SafetensorsSource, load_weights
 from batchgen.quantization.base import method_for
 from batchgen.worker.input_batch import build_batch
@@ -27,10 +28,10 @@ def build_decoder(path: Path, *, backend: str = "reference", transforms: Sequenc
     location = resolve_model(str(path))
     if location.kind == "gguf":
         file = GGUFFile(location.path)
-        config = ModelConfig.from_gguf(file)
+        config = config_from_gguf(file)
         source: Any = GGUFSource(file, config)
     else:
-        config = ModelConfig.from_hf(location.read_json("config.json") or {})
+        config = config_from_hf(location.read_json("config.json") or {})
         source = SafetensorsSource(location.path)
     kernels = choose("cpu", "float32", backend=backend, head_dim=config.head_dim, block_size=BLOCK_SIZE)
     device = torch.device("cpu")

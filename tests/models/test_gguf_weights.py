@@ -12,6 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from batchgen.errors import ModelError, UnsupportedModelError, WeightsError
 from batchgen.models.gguf_file import GGUFFile
 from batchgen.models.gguf_weights import READ_TYPES, GGUFSource, hf_name
+from batchgen.models.hf_config import config_from_hf
 from batchgen.models.model_config import ModelConfig
 from batchgen.tiny_models import random_ids, tiny_model, write_gguf
 
@@ -48,7 +49,7 @@ def write_single_tensor(path: Path, raw: np.ndarray, kind: GGMLQuantizationType)
 
 
 def tiny_config() -> ModelConfig:
-    return ModelConfig.from_hf({**tiny_model().config.to_dict(), "architectures": ["LlamaForCausalLM"]})
+    return config_from_hf({**tiny_model().config.to_dict(), "architectures": ["LlamaForCausalLM"]})
 
 
 @pytest.mark.parametrize(

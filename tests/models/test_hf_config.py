@@ -1,10 +1,11 @@
-"""ModelConfig: Hugging Face's keys in their several spellings, and what is refused by name."""
+"""config.json: Hugging Face's keys in their several spellings, and what is refused by name."""
 
 from typing import Any
 
 import pytest
 
 from batchgen.errors import ModelError, UnsupportedModelError
+from batchgen.models.hf_config import config_from_hf
 from batchgen.models.model_config import ModelConfig
 
 LLAMA: dict[str, Any] = {
@@ -16,7 +17,7 @@ LLAMA: dict[str, Any] = {
 
 
 def read(architecture: str = "LlamaForCausalLM", **keys: Any) -> ModelConfig:
-    return ModelConfig.from_hf({**LLAMA, "architectures": [architecture], **keys})
+    return config_from_hf({**LLAMA, "architectures": [architecture], **keys})
 
 
 def test_the_plain_shape() -> None:
@@ -65,14 +66,14 @@ def test_a_scaling_without_its_numbers_is_refused() -> None:
 )
 def test_what_is_not_built_is_refused_by_name(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        ModelConfig.from_hf({**LLAMA, **keys})
+        config_from_hf({**LLAMA, **keys})
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "architectures"])
 def test_a_missing_key_is_named(key: str) -> None:
     data = {name: value for name, value in LLAMA.items() if name != key}
     with pytest.raises(ModelError, match=key):
-        ModelConfig.from_hf(data, "config.json")
+        config_from_hf(data, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_missing_key_is_named(key: str) -> None:
 )
 def test_a_value_of_the_wrong_kind_is_an_error_of_ours(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_hf({**LLAMA, **keys})
+        config_from_hf({**LLAMA, **keys})
 
 
 class TestWindows:
@@ -114,7 +115,7 @@ class TestWindows:
 
 def test_smollm3_leaves_the_rotation_out_of_some_layers() -> None:
     keys = {name: value for name, value in LLAMA.items() if name not in ("tie_word_embeddings", "rope_theta")}
-    config = ModelConfig.from_hf({**keys, "architectures": ["SmolLM3ForCausalLM"]})
+    config = config_from_hf({**keys, "architectures": ["SmolLM3ForCausalLM"]})
     assert config.uses_rope == (True, True, True, False)
     assert config.tie_embeddings, "the family's default where config.json does not say"
     assert config.rope.theta == 2_000_000.0
