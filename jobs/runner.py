@@ -179,6 +179,17 @@ class JobRunner:
             commit_interval_s=self._spec.output.commit_interval_s,
             drain_timeout_s=self._spec.output.drain_timeout_s,
         )
+        self._run_loop(loop, store)
+        if not self._stop.is_set:
+            check_conserved(feeder.num_taken, loop.num_appended)
+            self._end_rows(store, reader)
+        store.commit()
+        summary = self._summary(store, reader, rows_now=loop.num_appended)
+        events.put("end", exit_code=summary.exit_code, rows_done=summary.rows_done)
+        return summary
+
+    def _run_loop(self, loop: RowLoop, store: ShardStore) -> None:
+        """Run the rows. After an error what is finished is committed, unless the output is what fails."""
         try:
             loop.run()
         except SinkError:
@@ -191,13 +202,6 @@ class JobRunner:
         except BatchgenError:
             store.commit()
             raise
-        if not self._stop.is_set:
-            check_conserved(feeder.num_taken, loop.num_appended)
-            self._end_rows(store, reader)
-        store.commit()
-        summary = self._summary(store, reader, rows_now=loop.num_appended)
-        events.put("end", exit_code=summary.exit_code, rows_done=summary.rows_done)
-        return summary
 
     def _open_control(self, stack: ExitStack) -> ControlServer | None:
         try:

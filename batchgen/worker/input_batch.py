@@ -66,47 +66,32 @@ def build_batch(
             of a token that is not in the step.
     """
     sequences = step.sequences
-    count = len(sequences)
-    flat = array("q")
-    lens = np.empty(count, dtype=np.int32)
-    computed = np.empty(count, dtype=np.int32)
-    wanted = _Wanted()
-    for index, sequence in enumerate(sequences):
-        begin = len(flat)
-        flat.extend(sequence.token_ids)
-        lens[index] = len(sequence.token_ids)
-        computed[index] = sequence.num_computed_tokens
-        if sequence.samples or sequence.scores is not None:
-            wanted.add(sequence, begin)
-    if count and not lens.all():
-        raise EngineError(f"sequence {sequences[int(lens.argmin())].seq_id} was scheduled without tokens")
-    token_ids = np.frombuffer(flat, dtype=np.int64).copy() if flat else np.empty(0, dtype=np.int64)
+    token_ids, lens, computed, wanted = _flattened(sequences)
     ends = np.cumsum(lens, dtype=np.int32)
     starts = ends - lens
     if token_ids.size and token_ids.min() < 0:
         _fill_unknown(token_ids, starts, sequences, newest)
     # Position of token t: its place within the step, counted from what its sequence has computed.
-    of_sequence = np.repeat(np.arange(count), lens)
+    of_sequence = np.repeat(np.arange(len(sequences)), lens)
     positions = np.arange(token_ids.size) + np.repeat(computed - starts, lens)
     seq_lens = computed + lens
-    query_start_loc = np.concatenate((np.zeros(1, dtype=np.int32), ends))
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
-    shared_start, shared_lens = tensor(query_start_loc), tensor(seq_lens)
+    query_start_loc = tensor(np.concatenate((np.zeros(1, dtype=np.int32), ends)))
+    shared_lens = tensor(seq_lens)
     longest, longest_query = int(seq_lens.max(initial=0)), int(lens.max(initial=0))
     metas = []
     for group in range(num_groups):
         tables = _block_tables(sequences, group, -(-longest // block_size))
-        blocks = tables[of_sequence, positions // block_size]
-        if blocks.size and blocks.min() < 0:
-            sequence = sequences[of_sequence[int(blocks.argmin())]]
+        slots = _slots(tables, positions, of_sequence, block_size)
+        if slots.size and slots.min() < 0:
+            sequence = sequences[of_sequence[int(slots.argmin())]]
             raise EngineError(f"sequence {sequence.seq_id}: no block for a token of this step, group {group}")
-        slots = blocks * block_size + (positions % block_size).astype(np.int32)
         metas.append(
             AttentionMeta(
-                query_start_loc=shared_start,
+                query_start_loc=query_start_loc,
                 seq_lens=shared_lens,
                 block_tables=tensor(tables),
                 slot_mapping=tensor(slots),
@@ -164,12 +149,39 @@ class _Wanted:
             self.scored += range(begin + first, begin + first + len(scores.targets))
 
 
+def _flattened(
+    sequences: tuple[ScheduledSequence, ...],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, _Wanted]:
+    """Token ids one after the other [T], and per sequence how many there are and were computed before."""
+    flat = array("q")
+    lens = np.empty(len(sequences), dtype=np.int32)
+    computed = np.empty(len(sequences), dtype=np.int32)
+    wanted = _Wanted()
+    for index, sequence in enumerate(sequences):
+        begin = len(flat)
+        flat.extend(sequence.token_ids)
+        lens[index] = len(sequence.token_ids)
+        computed[index] = sequence.num_computed_tokens
+        if sequence.samples or sequence.scores is not None:
+            wanted.add(sequence, begin)
+    if sequences and not lens.all():
+        raise EngineError(f"sequence {sequences[int(lens.argmin())].seq_id} was scheduled without tokens")
+    token_ids = np.frombuffer(flat, dtype=np.int64).copy() if flat else np.empty(0, dtype=np.int64)
+    return token_ids, lens, computed, wanted
+
+
 def _block_tables(sequences: tuple[ScheduledSequence, ...], group: int, width: int) -> np.ndarray:
     tables = np.full((len(sequences), width), -1, dtype=np.int32)
     for index, sequence in enumerate(sequences):
         blocks = sequence.block_ids[group][:width]
         tables[index, : len(blocks)] = blocks
     return tables
+
+
+def _slots(tables: np.ndarray, positions: np.ndarray, of_sequence: np.ndarray, block_size: int) -> np.ndarray:
+    """Where each token's keys and values go [T]; below 0 if it has no block."""
+    blocks = tables[of_sequence, positions // block_size]
+    return blocks * block_size + (positions % block_size).astype(np.int32)
 
 
 def _fill_unknown(

@@ -46,48 +46,59 @@ def plan_blocks(
         CapacityError: not even one block fits, or not all that were asked for.
     """
     blocks_per_seq = layout.blocks_for(limits.max_model_len, limits.max_num_batched_tokens)
+    asked = _asked_for(cache, block_bytes, free_bytes)
+    if asked is not None:
+        blocks, reason = asked
+    else:
+        share = CPU_SHARE if on_cpu else cache.gpu_memory_utilization
+        blocks, reason = _share_of_free(share, limits, blocks_per_seq, block_bytes, free_bytes, on_cpu)
+    if len(layout.windows) == 1:
+        holds = f"{blocks * cache.block_size} tokens"
+    else:
+        holds = f"{blocks / blocks_per_seq:.3g} sequences of {limits.max_model_len} tokens"
+    text = f"{reason}: {holds}, {blocks * block_bytes / 2**20:.0f} MiB"
+    return PoolPlan(blocks, Decision("num_blocks", blocks, text))
 
-    def plan(blocks: int, reason: str) -> PoolPlan:
-        if len(layout.windows) == 1:
-            holds = f"{blocks * cache.block_size} tokens"
-        else:
-            holds = f"{blocks / blocks_per_seq:.3g} sequences of {limits.max_model_len} tokens"
-        text = f"{reason}: {holds}, {blocks * block_bytes / 2**20:.0f} MiB"
-        return PoolPlan(blocks, Decision("num_blocks", blocks, text))
 
-    def given(blocks: int, name: str) -> PoolPlan:
-        # On a CPU pages are taken when they are first written: too large a pool would end a job hours later.
-        if blocks * block_bytes > free_bytes:
-            raise CapacityError(
-                f"{name} asks for {blocks * block_bytes / 2**20:.0f} MiB of KV blocks, but only "
-                f"{free_bytes / 2**20:.0f} MiB of memory are free; give less"
-            )
-        return plan(blocks, name)
-
+def _asked_for(cache: CacheConfig, block_bytes: int, free_bytes: int) -> tuple[int, str] | None:
+    """Blocks that the settings name, and the setting's name; None if they leave it to us."""
     if cache.num_gpu_blocks_override is not None:
-        return given(cache.num_gpu_blocks_override, "num_gpu_blocks_override")
-    if cache.kv_cache_memory_bytes is not None:
-        blocks = cache.kv_cache_memory_bytes // block_bytes
+        blocks, name = cache.num_gpu_blocks_override, "num_gpu_blocks_override"
+    elif cache.kv_cache_memory_bytes is not None:
+        blocks, name = cache.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
         if blocks < 1:
             raise CapacityError(
                 f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} does not hold one block of "
                 f"{cache.block_size} tokens ({block_bytes} bytes); give more"
             )
-        return given(blocks, "kv_cache_memory_bytes")
-    share = CPU_SHARE if on_cpu else cache.gpu_memory_utilization
+    else:
+        return None
+    # On a CPU pages are taken when they are first written: too large a pool would end a job hours later.
+    if blocks * block_bytes > free_bytes:
+        raise CapacityError(
+            f"{name} asks for {blocks * block_bytes / 2**20:.0f} MiB of KV blocks, but only "
+            f"{free_bytes / 2**20:.0f} MiB of memory are free; give less"
+        )
+    return blocks, name
+
+
+def _share_of_free(
+    share: float, limits: Limits, blocks_per_seq: int, block_bytes: int, free_bytes: int, on_cpu: bool
+) -> tuple[int, str]:
+    """Blocks for a share of the free memory, no more than are of use, and why so many."""
     most = limits.max_num_seqs * blocks_per_seq
     blocks = min(most, int(free_bytes * share) // block_bytes)
     enough = max(CPU_ENOUGH_BYTES // block_bytes, CPU_ENOUGH_SEQS * blocks_per_seq)
     if on_cpu and enough < blocks:
-        return plan(enough, "enough for most jobs, kv_cache_memory_bytes gives more")
+        return enough, "enough for most jobs, kv_cache_memory_bytes gives more"
     if blocks < 1:
         raise CapacityError(
             f"{free_bytes / 2**20:.0f} MiB of memory are free, of which {share:.0%} do not hold one KV block "
             f"({block_bytes} bytes); free memory or set kv_cache_memory_bytes"
         )
     if blocks == most:
-        return plan(blocks, f"all that {limits.max_num_seqs} sequences of {limits.max_model_len} tokens need")
-    return plan(blocks, f"{share:.0%} of {free_bytes / 2**30:.1f} GiB free")
+        return blocks, f"all that {limits.max_num_seqs} sequences of {limits.max_model_len} tokens need"
+    return blocks, f"{share:.0%} of {free_bytes / 2**30:.1f} GiB free"
 
 
 def plan_host_blocks(swap_space: float, *, block_bytes: int, free_bytes: int) -> int:
