@@ -7,6 +7,7 @@ from typing import Any
 from batchgen.errors import ConfigError
 from batchgen.sampling_parts import GRAMMARS, StructuredOutputsParams
 from batchgen.structured.schema import close_objects, place_of, read_schema, unenforceable
+from batchgen.structured.vocabulary import HIDING, hidden_name
 
 # Between JSON tokens: a space, or a line end and an indentation. A model cannot fill its text with it.
 WHITESPACE = r"(\r?\n[ \t]{0,24}| )"
@@ -17,6 +18,8 @@ _REWORDED = {
     "NoExtension": "it leads to where no token may stand",
     "oneOf constraints": "oneOf whose schemas may overlap (anyOf can be enforced)",
 }
+# Outside of Lark's texts, comments and patterns: a control token.
+_LARK_CONTROL = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s\[\]]+>)')
 _BAD_PATTERN = re.compile(r"regex parse error:\n\s*(.*)\n(?s:.*)error: (.*)")
 _UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 
@@ -44,9 +47,16 @@ def grammar_text(params: StructuredOutputsParams) -> str:
             # As one terminal: rules of many alternatives run into the parser's limits.
             texts = " | ".join(map(json.dumps, params.choice or ()))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
-        return grammar_from("grammar", str(params.grammar))
+        return grammar_from("grammar", _with_hidden_names(str(params.grammar)))
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"structured_outputs.{kind}: {error}") from None
+
+
+def _with_hidden_names(grammar: str) -> str:
+    """A grammar in Lark's syntax that names control tokens as the library knows them; GBNF names none."""
+    if "::=" in grammar:
+        return grammar
+    return _LARK_CONTROL.sub(lambda found: hidden_name(found[1]) if found[1] else found[0], grammar)
 
 
 def explain(params: StructuredOutputsParams, error: str) -> str:
@@ -55,6 +65,7 @@ def explain(params: StructuredOutputsParams, error: str) -> str:
     # What follows is the state of its parser.
     reason = error.partition("\n<non-verbose/>")[0].partition("\n<state>")[0]
     reason = next((ours for theirs, ours in _REWORDED.items() if theirs in reason), reason)
+    reason = reason.replace(f"\\u{{{ord(HIDING):x}}}", "")
     pattern = _BAD_PATTERN.search(reason)
     if pattern:
         reason = f"{pattern[1]!r}: {pattern[2]}"

@@ -325,3 +325,33 @@ def test_nothing_of_the_library_is_imported_before_the_first_grammar() -> None:
     script = "import sys, batchgen.structured.masks; print('llguidance' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"choice": ["a<|user|>b"]},
+        {"regex": "a<\\|user\\|>b"},
+        {"grammar": 'start: "a<|user|>b"'},
+        {"grammar": 'root ::= "a" [<] "|user|>b"'},
+    ],
+)
+def test_text_that_is_spelled_like_a_control_token_is_text(
+    make_masks: Callable, rules_for: Callable, row_after: Callable, grammar: dict[str, Any]
+) -> None:
+    masks, rules, text = make_masks(), rules_for(StructuredOutputsParams(**grammar)), b"a<|user|>b"
+    for place, letter in enumerate(text):
+        assert allowed(masks, [row_after(rules, text[:place])]) == [{letter}]
+    assert allowed(masks, [row_after(rules, text)]) == [{END}]
+
+
+def test_a_grammar_may_name_a_control_token(
+    make_masks: Callable, rules_for: Callable, row_after: Callable
+) -> None:
+    masks = make_masks()
+    rules = rules_for(StructuredOutputsParams(grammar='start: "<|user|>" <|user|> /b/ // <|user|>'))
+    assert allowed(masks, [row_after(rules, b"<|user|>")]) == [{USER}]
+    assert allowed(masks, [row_after(rules, [*b"<|user|>", USER])]) == [{*b"b"}]
+    refused = masks.refusal(rules_for(StructuredOutputsParams(grammar="start: <|nobody|>")).params)
+    assert refused is not None
+    assert '"<|nobody|>"' in refused
