@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # vLLM's limits.
 MOST_SAMPLES = 16384
 MOST_LOGPROB_IDS = 128
+MOST_LENGTH_PENALTY = 16  # ours
 GREEDY_BELOW = 1e-5
 
 # Fields that vLLM has and that batchgen does not offer (docs/vllm.md says why): a value other than the
@@ -69,7 +70,8 @@ _RULES: dict[str, Rule] = {
     "presence_penalty": number(-2, 2, "from -2 to 2"),
     "frequency_penalty": number(-2, 2, "from -2 to 2"),
     "repetition_penalty": above(0, math.inf, "a number above 0"),
-    "length_penalty": number(-math.inf, math.inf, "a number"),
+    # Beyond that every length to this power is as good as nothing, or infinite.
+    "length_penalty": number(-MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY, "a number from -16 to 16"),
     "early_stopping": one_of(True, False, "never", words='true, false or "never"'),
     "seed": or_none(whole(-(2**63), "a whole number of 64 bits", 2**64 - 1)),
     "stop": _TEXTS,

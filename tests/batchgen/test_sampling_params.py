@@ -84,6 +84,7 @@ def test_low_temperatures(given: float, becomes: float) -> None:
         ("best_of", 16385),
         ("use_beam_search", "yes"),
         ("length_penalty", "x"),
+        ("length_penalty", 300),
         ("early_stopping", "always"),
         ("skip_reading_prefix_cache", 1),
         ("seed", 2**64),
