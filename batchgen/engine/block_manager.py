@@ -177,7 +177,15 @@ class BlockManager:
                 del table[needed:]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` hold all blocks of `parent`; the first to write into a partly filled one copies it."""
+        """Let `child` hold all blocks of `parent`, in host memory too if they are swapped out.
+
+        The first to write into a partly filled block copies it.
+        """
+        child.host_tables = tuple(list(table) for table in parent.host_tables)
+        for table in child.host_tables:
+            for block in table:
+                if block >= 0:
+                    self.host_pool.share(block)
         child.block_tables = tuple(list(table) for table in parent.block_tables)
         for table in child.block_tables:
             for block in table:

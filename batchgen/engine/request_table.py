@@ -93,6 +93,17 @@ class RequestTable:
         self._forget(request)
         self._counters.num_requests_finished += 1
 
+    def unfork(self, group: Group) -> None:
+        """Take back a fork whose draws were lost: the leader will draw for the others again."""
+        leader, *others = group.sequences
+        if others and leader.num_generated == 0:
+            group.pending = [sequence.index for sequence in others] + group.pending
+            group.sequences = [leader]
+            for sequence in others:
+                self._blocks.free(sequence)
+                sequence.is_finished = True
+                self._finished_seq_ids.append(sequence.seq_id)
+
     def split(self, group: Group, keep: int) -> Group:
         """Let all samples of a group but the first `keep` wait as a further group; they lose their blocks."""
         if group.pending:

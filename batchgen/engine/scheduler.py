@@ -211,6 +211,7 @@ class Scheduler:
             for group in request.groups:
                 for sequence in group.sequences:
                     sequence.num_placeholders = 0
+                self.table.unfork(group)
         for group in self.table.swapped.copy():
             self.table.forget_swapped(group)
         for group in self.table.running.copy():
