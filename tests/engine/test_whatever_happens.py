@@ -218,9 +218,10 @@ def test_beams_that_are_swapped_out_while_their_step_is_under_way_fork_there(
     make_scheduler: Any, check_blocks: Any
 ) -> None:
     values = {"n": 4, "max_tokens": 40, "use_beam_search": True, "ignore_eos": True}
-    stream = [Ask(17, values, 0, True, 0) for _ in range(3)]
+    # A search a step behind runs in every other step, so these two kinds take turns.
+    stream = [Ask(17, values, 0, True, comes_at) for comes_at in (0, 1, 0, 1)]
     scheduler, executor = make_engine(
-        make_scheduler, 20, (None,), 60, preemption_mode="swap", max_num_seqs=12
+        make_scheduler, 20, (None,), 60, preemption_mode="swap", max_num_seqs=16
     )
     outputs = drive(scheduler, executor, stream, check_blocks, is_behind=True)
     assert scheduler.counters.choices["preempt_swap"] > 1
