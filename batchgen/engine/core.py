@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cache, partial
 from itertools import chain
+from typing import Any
 
 from batchgen.config import EngineConfig, ModelSettings
 from batchgen.engine.block_manager import BlockManager
@@ -23,7 +24,7 @@ from batchgen.engine.speculation import Speculation
 from batchgen.engine.watchdog import Watchdog
 from batchgen.errors import BatchgenError, ConfigError, EngineError
 from batchgen.outputs import FailureCode, RowFailure
-from batchgen.worker.executor import Executor
+from batchgen.worker.executor import Executor, ExecutorInfo
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +51,7 @@ class EngineCore:
         resolved = {**config.to_engine_args(), **loaded.resolved}
         eos_token_ids = tuple(sorted({*loaded.eos_token_ids, *tokenizer_eos_ids}))
         self.executor = executor
-        self.info = EngineInfo(
-            model=config.model.model,
-            architecture=loaded.architecture,
-            max_model_len=loaded.max_model_len,
-            vocab_size=loaded.vocab_size,
-            eos_token_ids=eos_token_ids,
-            num_blocks=loaded.num_blocks,
-            block_size=resolved["block_size"],
-            reproducible=loaded.reproducible,
-            resolved=resolved,
-            decisions=loaded.decisions,
-            environment=loaded.environment,
-            load_s=load_s,
-            pid=os.getpid(),
-        )
+        self.info = _engine_info(config.model.model, loaded, resolved, eos_token_ids, load_s)
         self.is_paused = False
         self.is_asleep = False
         self._num_idle = 0
@@ -266,6 +253,26 @@ class EngineCore:
                 capacity,
                 self.info.max_model_len,
             )
+
+
+def _engine_info(
+    model: str, loaded: ExecutorInfo, resolved: dict[str, Any], eos_token_ids: tuple[int, ...], load_s: float
+) -> EngineInfo:
+    return EngineInfo(
+        model=model,
+        architecture=loaded.architecture,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=eos_token_ids,
+        num_blocks=loaded.num_blocks,
+        block_size=resolved["block_size"],
+        reproducible=loaded.reproducible,
+        resolved=resolved,
+        decisions=loaded.decisions,
+        environment=loaded.environment,
+        load_s=load_s,
+        pid=os.getpid(),
+    )
 
 
 def _check_limits(rules: Rules, max_model_len: int) -> None:
