@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.jobs.testing import visible
+
 NUM_ROWS = 400
 RUN = [sys.executable, "-m", "batchgen.cli", "run", "job.yaml"]
 JOB = """
@@ -67,10 +69,6 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int, 
     return process.returncode, out + err
 
 
-def visible(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((folder / "out").iterdir()) if path.is_file()}
-
-
 def committed(folder: Path) -> set[str]:
     """Names of all segments and shards."""
     places = (folder / "out" / ".batchgen" / "segments", folder / "out")
@@ -92,7 +90,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     make_job(folder, delay_ms=0)
     code, text = finish(start(folder))
     assert code == 0, text
-    return visible(folder)
+    return visible(folder / "out")
 
 
 @pytest.mark.slow
@@ -113,7 +111,7 @@ def test_twenty_kills_at_random_moments(tmp_path: Path, whole: dict[str, bytes])
         if process.poll() is not None:
             # Done before it could be killed: begin again.
             assert finish(process)[0] == 0
-            assert visible(tmp_path) == whole
+            assert visible(tmp_path / "out") == whole
             assert finish(start(tmp_path, "--quiet", "--restart"))[0] == 0
             continue
         os.kill(process.pid, signal.SIGKILL)
@@ -121,7 +119,7 @@ def test_twenty_kills_at_random_moments(tmp_path: Path, whole: dict[str, bytes])
         num_kills += 1
     code, text = finish(start(tmp_path))
     assert code == 0, text
-    assert visible(tmp_path) == whole
+    assert visible(tmp_path / "out") == whole
     parts = [pa.ipc.open_stream(path).read_all() for path in sorted((tmp_path / "out").glob("*.arrow"))]
     assert pa.concat_tables(parts).column("row_index").to_pylist() == list(range(NUM_ROWS))
 
@@ -144,7 +142,7 @@ def test_the_first_signal_saves_and_the_same_command_goes_on(
     make_job(tmp_path, delay_ms=0)
     got, text = finish(start(tmp_path))
     assert got == 0, text
-    assert visible(tmp_path) == whole
+    assert visible(tmp_path / "out") == whole
 
 
 def test_the_second_signal_stops_at_once(tmp_path: Path, whole: dict[str, bytes]) -> None:
@@ -165,7 +163,7 @@ def test_the_second_signal_stops_at_once(tmp_path: Path, whole: dict[str, bytes]
     assert code == 130 and "Traceback" not in text
     make_job(tmp_path, delay_ms=0)
     assert finish(start(tmp_path))[0] == 0
-    assert visible(tmp_path) == whole
+    assert visible(tmp_path / "out") == whole
 
 
 def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
@@ -192,7 +190,7 @@ def test_a_second_run_is_refused_and_a_killed_runs_lock_is_taken_over(
     make_job(tmp_path, delay_ms=0)
     code, text = finish(start(tmp_path))
     assert code == 0 and f"process {first.pid} on " in text
-    assert visible(tmp_path) == whole
+    assert visible(tmp_path / "out") == whole
 
 
 def test_a_file_size_limit_stops_the_job_with_the_path(tmp_path: Path, whole: dict[str, bytes]) -> None:
@@ -210,7 +208,7 @@ def test_a_file_size_limit_stops_the_job_with_the_path(tmp_path: Path, whole: di
     assert not list((tmp_path / "out").glob("data-*"))
     make_job(tmp_path, delay_ms=0)
     assert finish(start(tmp_path))[0] == 0
-    assert visible(tmp_path) == whole
+    assert visible(tmp_path / "out") == whole
 
 
 LOOK = """

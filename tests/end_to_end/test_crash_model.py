@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.jobs.testing import visible
+
 NUM_ROWS = 120
 JOB = """
 model: model
@@ -52,10 +54,6 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
-
-
-def visible(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def children(pid: int) -> list[int]:

@@ -12,9 +12,8 @@ import pytest
 from batchgen.errors import ConfigError
 from batchgen.jobs.logprob_arrays import POSITIONS, flat, logprob_array, nested_logprob_array
 from batchgen.jobs.prepare import prepare
-from batchgen.jobs.progress import ProgressState
-from batchgen.jobs.runner import run
 from batchgen.jobs.spec import JobSpec, load_spec
+from batchgen.jobs.testing import go, read_shards
 from batchgen.logprobs import FlatLogprobs, Logprob
 
 SCHEMA = {
@@ -23,22 +22,6 @@ SCHEMA = {
     "required": ["b", "a"],
     "additionalProperties": False,
 }
-
-
-class Silent:
-    def say(self, line: str) -> None:
-        pass
-
-    def show(self, state: ProgressState) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def job(folder: Path, model: str = "echo:", **sampling: Any) -> JobSpec:
@@ -53,17 +36,9 @@ def job(folder: Path, model: str = "echo:", **sampling: Any) -> JobSpec:
     return JobSpec.from_mapping(data, folder)
 
 
-def rows(folder: Path) -> pa.Table:
-    parts = [
-        pa.ipc.open_stream(path.read_bytes()).read_all()
-        for path in sorted((folder / "out").glob("data-*.arrow"))
-    ]
-    return pa.concat_tables(parts)
-
-
 def test_log_probabilities_are_lists_of_positions_and_failed_rows_have_none(tmp_path: Path) -> None:
-    run(job(tmp_path, logprobs=2, prompt_logprobs=1), reporter=Silent())
-    table = rows(tmp_path)
+    go(job(tmp_path, logprobs=2, prompt_logprobs=1))
+    table = read_shards(tmp_path / "out")
     assert table.schema.field("logprobs").type == POSITIONS
     assert table.schema.field("prompt_logprobs").type == POSITIONS
     for text, row in zip(("one", "two"), table.to_pylist(), strict=False):
@@ -77,11 +52,8 @@ def test_log_probabilities_are_lists_of_positions_and_failed_rows_have_none(tmp_
 
 
 def test_of_several_samples_each_has_its_own(tmp_path: Path) -> None:
-    run(
-        job(tmp_path, n=2, logprob_token_ids=[7], structured_outputs={"json_object": True}),
-        reporter=Silent(),
-    )
-    table = rows(tmp_path)
+    go(job(tmp_path, n=2, logprob_token_ids=[7], structured_outputs={"json_object": True}))
+    table = read_shards(tmp_path / "out")
     assert table.schema.field("logprobs").type == pa.list_(POSITIONS)
     assert table.schema.field("valid").type == pa.list_(pa.bool_())
     assert [valid and len(valid) for valid in table["valid"].to_pylist()] == [2, 2, None]
@@ -89,8 +61,8 @@ def test_of_several_samples_each_has_its_own(tmp_path: Path) -> None:
 
 
 def test_without_being_asked_for_they_are_not_there(tmp_path: Path) -> None:
-    run(job(tmp_path), reporter=Silent())
-    assert not {"valid", "logprobs", "prompt_logprobs"} & set(rows(tmp_path).schema.names)
+    go(job(tmp_path))
+    assert not {"valid", "logprobs", "prompt_logprobs"} & set(read_shards(tmp_path / "out").schema.names)
 
 
 def test_minus_infinity_and_missing_ranks_survive() -> None:
@@ -133,9 +105,9 @@ def test_a_grammar_that_cannot_be_enforced_is_refused_before_the_model_loads(
 
 def test_what_only_the_engine_knows_is_refused_before_the_first_row(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'logprobs' is 21, but the engine gives at most 20"):
-        run(job(tmp_path, logprobs=21), reporter=Silent())
+        go(job(tmp_path, logprobs=21))
     assert list((tmp_path / "out").glob("data-*")) == []
-    summary = run(job(tmp_path, logprobs=21).with_overrides(["engine.max_logprobs=21"]), reporter=Silent())
+    summary = go(job(tmp_path, logprobs=21).with_overrides(["engine.max_logprobs=21"]))
     assert summary.rows_done == 3
 
 
@@ -164,9 +136,9 @@ def test_rows_of_a_model_conform_and_beams_and_the_best_of_many_are_kept(tmp_pat
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        summary = run(job(folder, model, **common, **sampling), reporter=Silent())
+        summary = go(job(folder, model, **common, **sampling))
         assert summary.rows_failed == 1
-        for row in rows(folder).to_pylist()[:2]:
+        for row in read_shards(folder / "out").to_pylist()[:2]:
             texts, valid = row["generated_text"], row["valid"]
             if "n" not in sampling:
                 texts, valid = [texts], [valid]

@@ -12,12 +12,6 @@ from batchgen.errors import BatchgenError
 from batchgen.jobs.control import Command, ControlServer, send_command, socket_path
 
 
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state"
-
-
 def test_commands_arrive_in_order(tmp_path: Path) -> None:
     server = ControlServer(tmp_path / "out")
     try:

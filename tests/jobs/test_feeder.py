@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +17,7 @@ from batchgen.jobs.layout import OutputFolder
 from batchgen.jobs.row import Row, RowPosition, RowResult, Sample, SourceBatch
 from batchgen.jobs.row_reader import RowReader
 from batchgen.jobs.store import ShardStore
+from batchgen.jobs.testing import eventually
 from batchgen.jobs.window import Ready, Window
 from batchgen.outputs import FailureCode, RowFailure
 from batchgen.sampling_params import SamplingParams
@@ -63,13 +64,6 @@ def take_all(feeder: RowFeeder) -> list[Item]:
     while not feeder.is_exhausted:
         items += feeder.take(5, wait_s=1.0)
     return items
-
-
-def eventually(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_rows_come_in_order_though_threads_render_them(tmp_path: Path) -> None:

@@ -141,10 +141,7 @@ def test_a_dictionary_keeps_only_what_is_used_unless_it_is_ordered(tmp_path: Pat
     assert written.column("ordered").type.ordered
 
 
-def test_a_parquet_file_with_every_type_comes_back_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def test_a_parquet_file_with_every_type_comes_back_equal(tmp_path: Path) -> None:
     table = pa.table(
         {"prompt": ["a", "b", "c", "d", "e"]} | {name: make() for name, make in PARQUET_COLUMNS.items()}
     )

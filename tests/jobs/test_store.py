@@ -17,28 +17,10 @@ from batchgen.jobs.row import Row, RowPosition, RowResult, Sample, SourceBatch
 from batchgen.jobs.shards import Sidecar
 from batchgen.jobs.store import ShardStore
 from batchgen.jobs.tally import Tally
+from batchgen.jobs.testing import DyingDisk, Killed, read_shards, visible
 from batchgen.outputs import FailureCode, RowFailure
 
 SHARD_ROWS = 10
-
-
-class Killed(BaseException):
-    """The process is gone."""
-
-
-class DyingDisk(Disk):
-    """Ends the process before the k-th change; from then on nothing more happens."""
-
-    def __init__(self, dies_at: int | None = None):
-        self.num_steps, self.dies_at = 0, dies_at
-
-    def boundary(self, step: str, path: Path) -> None:
-        if self.dies_at is not None and self.num_steps >= self.dies_at:
-            raise Killed(step, path)
-        self.num_steps += 1
-
-    def fsync(self, descriptor: int) -> None:
-        """A process that is killed loses nothing that it wrote; this makes the tests quick."""
 
 
 class PowerLossDisk(DyingDisk):
@@ -165,15 +147,6 @@ def undone(root: Path) -> set[int]:
     return set(ShardStore(open_folder(root), COLUMNS, SHARD_ROWS, disk=DyingDisk()).undone(0, 100).tolist())
 
 
-def visible(root: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(root.iterdir()) if path.is_file()}
-
-
-def table(root: Path) -> pa.Table:
-    parts = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in sorted(root.glob("data-*.arrow"))]
-    return pa.concat_tables(parts)
-
-
 def left_over(root: Path) -> list[Path]:
     folder = OutputFolder(root)
     return [path for place in (folder.segments, folder.scratch, folder.damaged) for path in place.iterdir()]
@@ -182,7 +155,7 @@ def left_over(root: Path) -> list[Path]:
 def test_rows_come_out_in_input_order_with_their_columns(tmp_path: Path) -> None:
     rows = source_rows(34)
     store = write_all(tmp_path, rows)
-    written = table(tmp_path)
+    written = read_shards(tmp_path)
     assert written.column("row_index").to_pylist() == list(range(34))
     assert written.column("source_file").to_pylist() == ["a.parquet"] * 17 + ["b.parquet"] * 17
     assert written.column("source_row").to_pylist() == [*range(17), *range(17)]
@@ -329,10 +302,10 @@ def test_the_first_committed_copy_of_a_row_counts(tmp_path: Path) -> None:
     for row in rows[8:]:
         store.append(result_of(row))
     store.commit()
-    texts = table(tmp_path).column("generated_text").to_pylist()
+    texts = read_shards(tmp_path).column("generated_text").to_pylist()
     assert texts == ["out 0", "out 1", "out 2", "out 3", None, "out 5", "again", "again", "out 8", "out 9"]
     counted = Tally()
-    for batch in table(tmp_path).to_batches():
+    for batch in read_shards(tmp_path).to_batches():
         counted.count_batch(batch, COLUMNS)
     assert store.tally == counted
 
@@ -353,13 +326,13 @@ def test_a_limit_ends_a_shard_short_and_the_next_run_goes_on_after_it(tmp_path: 
         store.append(result_of(row))
     store.end_at(15)
     store.commit()
-    assert table(tmp_path).num_rows == 15
+    assert read_shards(tmp_path).num_rows == 15
     first = visible(tmp_path)["data-00001.arrow"]
     write_all(tmp_path, rows)
     sizes = [pa.ipc.open_stream(path).read_all().num_rows for path in sorted(tmp_path.glob("data-*.arrow"))]
     assert sizes == [10, 5, 10, 9]
     assert visible(tmp_path)["data-00001.arrow"] == first
-    assert table(tmp_path).column("row_index").to_pylist() == list(range(34))
+    assert read_shards(tmp_path).column("row_index").to_pylist() == list(range(34))
     assert ShardStore(open_folder(tmp_path), COLUMNS, SHARD_ROWS).undone(0, 34).tolist() == []
 
 
@@ -372,7 +345,7 @@ def test_a_limit_below_what_is_done_ends_nothing_short(tmp_path: Path) -> None:
     store.commit()
     assert (store.num_sealed, store.count_done_before(5)) == (0, 5)
     write_all(tmp_path, rows)
-    assert table(tmp_path).num_rows == 34
+    assert read_shards(tmp_path).num_rows == 34
 
 
 def test_several_samples_a_row_are_lists(tmp_path: Path) -> None:
@@ -384,7 +357,7 @@ def test_several_samples_a_row_are_lists(tmp_path: Path) -> None:
         failed = RowFailure(FailureCode.EMPTY_PROMPT, "empty")
         store.append(RowResult(row, failure=failed) if row.index == 3 else RowResult(row, samples))
     store.commit()
-    written = table(tmp_path).to_pylist()
+    written = read_shards(tmp_path).to_pylist()
     assert written[2]["gen_generated_text"] == ["one", "two"]
     assert written[2]["gen_num_generated_tokens"] == [1, 2]
     assert written[3]["gen_generated_text"] is None and written[3]["gen_error"]["code"] == "empty_prompt"
@@ -402,7 +375,7 @@ def test_lone_surrogates_are_replaced_and_said(tmp_path: Path) -> None:
         samples = (Sample("half \ud83d" if row.index == 5 else "whole", "stop", 1),)
         store.append(RowResult(row, samples, failure=failure))
     store.commit()
-    written = table(tmp_path).to_pylist()
+    written = read_shards(tmp_path).to_pylist()
     assert written[5]["generated_text"] == "half \ufffd" and written[5]["warnings"] == [SURROGATES_REPLACED]
     assert written[6]["error"]["message"] == "bad \ufffd" and written[6]["warnings"] == []
     assert written[4]["generated_text"] == "whole" and written[4]["warnings"] == []
@@ -435,7 +408,7 @@ def test_a_batch_of_large_rows_is_cut_for_texts_hold_two_gigabytes(
     write_all(tmp_path / "cut", out_of_order(source_rows(25)))
     monkeypatch.undo()
     write_all(tmp_path / "whole", out_of_order(source_rows(25)))
-    assert table(tmp_path / "cut").to_pylist() == table(tmp_path / "whole").to_pylist()
+    assert read_shards(tmp_path / "cut").to_pylist() == read_shards(tmp_path / "whole").to_pylist()
     with pa.ipc.open_stream((tmp_path / "cut" / "data-00000.arrow").read_bytes()) as reader:
         assert [batch.num_rows for batch in reader] == [1] * SHARD_ROWS
 
