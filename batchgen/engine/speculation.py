@@ -29,6 +29,8 @@ _TRIAL_STEPS, _TRIAL_SEQUENCES = 3, 8
 _PLAIN_AFTER = 128
 # At least so many steps between two lines in the log.
 _QUIET_STEPS = 1000
+# How far a draft must be better than the break-even: what is measured is not quite what will be.
+_MARGIN = 1.2
 # A sequence is taken to be like the others until so many of its own drafted tokens were judged.
 _PRIOR_TOKENS = 4.0
 # What earlier drafts count after another one: of all sequences, of its own; and after a step without.
@@ -131,13 +133,13 @@ class Speculation:
             self._times.observe(num_tokens, seconds)
 
     def break_even(self, num_rows: int) -> float | None:
-        """The probability of acceptance above which a drafted token pays; None while that is not known."""
+        """The probability of acceptance above which a drafted token surely pays; None while not known."""
         most = num_rows * (1 + self.settings.num_speculative_tokens)
         if not self._times.is_known(num_rows, num_rows) or not self._times.is_known(num_rows + 1, most):
             return None
         count = max(round(self._drafts_per_row * num_rows), 1)
         plain_s, with_drafts_s = self._times.seconds(num_rows), self._times.seconds(num_rows + count)
-        return max(with_drafts_s - plain_s, 0.0) / count / (plain_s / num_rows)
+        return _MARGIN * max(with_drafts_s - plain_s, 0.0) / count / (plain_s / num_rows)
 
     def _judge(self, num_rows: int) -> tuple[bool, float]:
         """Whether this step is a trial, and the probability above which its tokens are drafted."""
