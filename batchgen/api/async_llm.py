@@ -5,7 +5,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from batchgen.api.caller import Caller, chat_options, check_level, check_tags
+from batchgen.api.caller import Caller, chat_options, check_level, check_request_id, check_tags
 from batchgen.api.engine_thread import EngineThread
 from batchgen.api.output_stream import OutputStream
 from batchgen.api.prompt_forms import Messages, Prompt, Read, read_prompt
@@ -123,8 +123,14 @@ class AsyncLLM:
         """Drop requests: their generators end with what there is, `finish_reason` "abort".
 
         Unknown and finished ids are ignored.
+
+        Raises:
+            ConfigError: an id that is no text.
         """
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        is_one = isinstance(request_id, str) or not isinstance(request_id, Iterable)
+        ids: list[Any] = [request_id] if is_one else list(request_id)
+        for each in ids:
+            check_request_id(each)
         await asyncio.wrap_future(self._thread.abort_ids(ids))
 
     async def sleep(self, level: int = 1) -> None:

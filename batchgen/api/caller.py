@@ -13,6 +13,7 @@ from batchgen.engine.core_request import BadWords
 from batchgen.engine.messages import EngineInfo, EngineRequest, pack_ids
 from batchgen.engine.start import start_engine
 from batchgen.errors import ConfigError, InputError
+from batchgen.field_rules import is_whole
 from batchgen.models.location import resolve_model
 from batchgen.sampling_checks import check_engine_limits
 from batchgen.sampling_defaults import effective_params, generation_defaults
@@ -106,7 +107,15 @@ class Caller:
         streams: bool = False,
         is_pinned: bool = False,
     ) -> EngineRequest:
-        """A request to the engine; without an id of its own its running number is its id."""
+        """A request to the engine; without an id of its own its running number is its id.
+
+        Raises:
+            ConfigError: an id that is no text, a priority that is no whole number.
+        """
+        if request_id is not None:
+            check_request_id(request_id)
+        if not is_whole(priority):
+            raise ConfigError(f"priority must be a whole number; got {priority!r:.80}")
         packed = prompt.ids
         if packed is None:
             packed = pack_ids(self.tokenizer.encode(prompt.text or ""))
@@ -140,6 +149,16 @@ def chat_options(
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
     }
+
+
+def check_request_id(request_id: object) -> None:
+    """Refuse what cannot name a request.
+
+    Raises:
+        ConfigError: no text, or an empty one.
+    """
+    if not isinstance(request_id, str) or not request_id:
+        raise ConfigError(f"a request id must be a non-empty text; got {request_id!r:.80}")
 
 
 def check_level(level: int) -> None:

@@ -131,11 +131,18 @@ class EngineThread:
 
     @staticmethod
     def _do(order: _Order) -> None:
-        """Carry an order out; its error is for whoever gave it. A dead engine shows at the next poll."""
+        """Carry an order out; its error is for whoever gave it. A dead engine shows at the next poll.
+
+        Raises:
+            Exception: one that nobody foresaw; whoever gave the order is told that the engine failed.
+        """
         try:
             order.task()
         except BatchgenError as error:
             order.refuse(error)
+        except Exception as error:
+            order.refuse(EngineError(f"the engine failed: {error!r}"))
+            raise
 
     def _add(self, request: EngineRequest, stream: OutputStream) -> None:
         if request.request_id in self._streams:

@@ -26,7 +26,9 @@ def cache_root(
         kv_dtype: type in which the cache is kept.
     """
     digest = hashlib.sha256()
-    parts = [adapter_hash, b"" if cache_salt is None else b"s" + cache_salt.encode(), kv_dtype.encode()]
+    # A salt may be any text, half an emoji included.
+    salt = b"" if cache_salt is None else b"s" + cache_salt.encode("utf-8", "surrogatepass")
+    parts = [adapter_hash, salt, kv_dtype.encode()]
     parts += [b"%d:%d:" % (feature.offset, feature.length) + feature.content_hash for feature in features]
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

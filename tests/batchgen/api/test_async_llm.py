@@ -253,6 +253,40 @@ def test_an_exception_in_a_step_reaches_those_who_wait(make_llm: Any) -> None:
         asyncio.run(read(llm, [1]))
 
 
+def test_an_exception_in_what_was_asked_reaches_who_asked(make_llm: Any, monkeypatch: Any) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("the weights are gone")
+
+    async def main() -> None:
+        llm = make_llm()
+        monkeypatch.setattr(InProcessClient, "sleep", fail)
+        with pytest.raises(EngineError, match="the weights are gone"):
+            await asyncio.wait_for(llm.sleep(), 10)
+        with pytest.raises(EngineError, match="the weights are gone"):
+            await asyncio.wait_for(read(llm, [1]), 10)
+
+    asyncio.run(main())
+
+
+def test_priorities_are_whole_numbers(make_llm: Any) -> None:
+    async def main() -> None:
+        llm = make_llm(scheduling_policy="priority")
+        for priority in ("1", float("nan"), True):
+            with pytest.raises(ConfigError, match="priority must be a whole number"):
+                async for _ in llm.generate([1], GREEDY, priority=priority):
+                    pass
+        async for output in llm.generate([1], GREEDY, priority=-(10**30)):
+            assert output.error is None
+
+    asyncio.run(main())
+
+
+def test_a_salt_is_any_text(make_llm: Any) -> None:
+    llm = make_llm("load_counting")
+    (*_, output) = asyncio.run(read(llm, {"prompt_token_ids": [1], "cache_salt": "\ud83d"}))
+    assert output.finished and output.error is None
+
+
 def test_shutdown_ends_those_who_wait(make_llm: Any) -> None:
     async def main() -> None:
         llm = make_llm("load_slow")
@@ -327,10 +361,14 @@ def test_what_is_wrong_is_refused_and_disturbs_nobody(make_llm: Any) -> None:
             ([1], {"n": 1}, {}, "sampling_params must be SamplingParams"),
             ([1], SamplingParams(logprobs=21), {}, "'logprobs' is 21"),
             ([1], GREEDY, {"priority": 1}, "priority has no effect under scheduling_policy: fcfs"),
+            ([1], GREEDY, {"request_id": ["b"]}, r"request id must be a non-empty text; got \['b'\]"),
         ]:
             with pytest.raises(ConfigError, match=words):
                 async for _ in llm.generate(prompt, params, **options):
                     pass
+        for ids in (5, [["b"]], ""):
+            with pytest.raises(ConfigError, match="request id must be a non-empty text"):
+                await llm.abort(ids)
         empty = await read(llm, [])
         assert empty[-1].error is not None and empty[-1].error.code == "empty_prompt"
         assert len((await task)[-1].outputs[0].token_ids) == 15
