@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from batchgen import LLM, SamplingParams
+from batchgen.engine import speculation
 from batchgen.tiny_models import random_ids, tiny_model, write_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -81,6 +82,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Sharp logits, so that greedy rows run into cycles as those of a real model do.
     made = tiny_model(num_hidden_layers=2, max_position_embeddings=256)
     return write_folder(made, tmp_path_factory.mktemp("model"))
+
+
+class FreeDrafts:
+    """Step times under which drafting always pays; those measured on a tiny model are chance."""
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn nothing."""
+
+    def seconds(self, num_tokens: int) -> float:
+        return 1.0
+
+    def is_known(self, least: int, most: int) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _drafting_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "MeasuredTimes", FreeDrafts)
 
 
 def run(
