@@ -19,6 +19,7 @@ __all__ = [
     "PositionLogprobs",
     "PromptLogprobs",
     "RequestOutput",
+    "RequestStateStats",
     "RowFailure",
     "ScoreOutput",
 ]
@@ -88,11 +89,38 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestStateStats:
+    """When what happened to a request; vLLM's field names.
+
+    `arrival_time` is that of the wall clock, `time.time()`; the others are of `time.monotonic()`, and None
+    for what has not happened or was not told yet.
+
+    Attributes:
+        num_generation_tokens: tokens of all samples, those of `best_of` that are not given back included.
+        arrival_time: when the engine was handed the request.
+        queued_ts: when it came to wait among the others.
+        scheduled_ts: when the first of its prompt was scheduled.
+        first_token_ts: when its first token had been drawn; of a beam search, when the first step was.
+        last_token_ts: when its last token had been drawn; when a stop string was seen, if one was the end.
+        first_token_latency: seconds from the arrival to the first token.
+    """
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float | None = None
+    scheduled_ts: float | None = None
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
+    first_token_latency: float | None = None
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """All samples of a request; vLLM's field names, and `error` when it could not (wholly) be served.
 
     `prompt_logprobs` has an entry for each of `prompt_token_ids`: None for the first, and for those before
-    `prompt_logprob_start`.
+    `prompt_logprob_start`. `metrics`, which no two runs have in common, plays no part in comparisons; the
+    echo engine gives none.
     """
 
     request_id: str
@@ -102,7 +130,7 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
-    metrics: Any = None
+    metrics: RequestStateStats | None = field(default=None, compare=False)
     lora_request: Any = None
     error: RowFailure | None = None
 

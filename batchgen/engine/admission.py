@@ -50,6 +50,7 @@ class Admission:
 
     Args:
         run: lets an admitted group compute in a step.
+        clock: seconds.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Admission:
         chunks: Chunks,
         delay: PromptDelay,
         run: Callable[[Group, StepBuilder], None],
+        clock: Callable[[], float],
     ):
         self._rules = rules
         self._blocks = blocks
@@ -71,6 +73,7 @@ class Admission:
         self._pins = pins
         self._counters = counters
         self._run = run
+        self._clock = clock
         self._chunks = chunks
         self._delay = delay
 
@@ -226,6 +229,7 @@ class Admission:
         self._table.run(group)
         self._delay.admitted()
         if leader.index == 0 and group.num_preemptions == 0:
+            request.scheduled_at = self._clock()
             request.num_cached_tokens = leader.num_computed_tokens
             self._counters.prompt_tokens += leader.num_prompt_tokens
 

@@ -124,5 +124,6 @@ class BeamGroups:
                     # A mask lets the end through only where the grammar may end.
                     valid=found.stop == Stop(FinishReason.STOP) if has_grammar else None,
                     cumulative_logprob=found.logprob,
+                    times=request.times,
                 )
             )

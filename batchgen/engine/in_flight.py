@@ -1,17 +1,18 @@
 """InFlight: a request on the caller's side: its samples, what is told of them when, and which are best."""
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from batchgen.engine.core_request import BadWords, Encoder
 from batchgen.engine.detokenizer import Decoder
-from batchgen.engine.messages import EngineRequest, SampleOutput, unpack_ids
+from batchgen.engine.messages import EngineRequest, RequestTimes, SampleOutput, unpack_ids
 from batchgen.engine.sample_text import SampleText
 from batchgen.engine.token_logprobs import TokenTexts, prompt_logprobs
 from batchgen.logprobs import PromptLogprobs
-from batchgen.outputs import CompletionOutput, FinishReason, RequestOutput, RowFailure
+from batchgen.outputs import CompletionOutput, FinishReason, RequestOutput, RequestStateStats, RowFailure
 from batchgen.sampling_params import RequestOutputKind
 
 
@@ -79,6 +80,9 @@ class InFlight:
         self._texts = texts if params.detokenize else None
         self._num_cached_tokens = 0
         self._prompt_logprobs: PromptLogprobs | None = None
+        self._arrival_time, self._arrived_at = time.time(), time.monotonic()
+        self._times: RequestTimes | None = None
+        self._is_ended_here = False
         self._is_shown = False
         self._num_unshown = 0  # tokens since the last output
 
@@ -105,6 +109,7 @@ class InFlight:
         sample = self.samples[told.index]
         self._num_cached_tokens = told.num_cached_tokens
         self.error = self.error or told.error
+        self._times = told.times or self._times
         if told.prompt_logprobs is not None:
             params = self.request.params
             start = max(params.prompt_logprob_start or 0, 1)
@@ -119,7 +124,8 @@ class InFlight:
         if not sample.is_finished:
             return False
         self.num_unfinished -= 1
-        return told.finish_reason is None
+        self._is_ended_here = told.finish_reason is None
+        return self._is_ended_here
 
     @property
     def is_finished(self) -> bool:
@@ -148,11 +154,23 @@ class InFlight:
             finished=is_finished,
             num_cached_tokens=self._num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
+            metrics=self._metrics(is_finished),
             error=self.error,
         )
         if self.kind is RequestOutputKind.DELTA:
             self._prompt_logprobs = None
         return found
+
+    def _metrics(self, is_finished: bool) -> RequestStateStats:
+        num_tokens = sum([len(sample.token_ids) for sample in self.samples])
+        stats = RequestStateStats(num_tokens, self._arrival_time)
+        if self._times is not None:
+            stats.queued_ts, stats.scheduled_ts, first, last = self._times
+            if num_tokens and first is not None:
+                stats.first_token_ts, stats.first_token_latency = first, first - self._arrived_at
+                if is_finished:
+                    stats.last_token_ts = time.monotonic() if self._is_ended_here else last
+        return stats
 
     def _no_scores(self) -> PromptLogprobs | None:
         """Of a prompt in which there is nothing to score; None if nobody asked, or has been told already."""

@@ -47,8 +47,8 @@ class Intake:
         self._beams = beams
         self._draft_judge = draft_judge
 
-    def take(self, step: StepInFlight, result: StepResult) -> None:
-        """Take in one step's result.
+    def take(self, step: StepInFlight, result: StepResult, now: float) -> None:
+        """Take in one step's result, which came at `now`.
 
         Raises:
             EngineError: it has not as many tokens as were due.
@@ -66,6 +66,10 @@ class Intake:
         for sequence, drafts in step.draws:
             sequence.num_placeholders -= 1
             if not sequence.is_finished:
+                request = sequence.request
+                request.last_token_at = now
+                if request.first_token_at is None:
+                    request.first_token_at = now
                 if drafts:
                     self._take_drafted(sequence, drafts, row, result)
                 elif sequence.group.beam is not None:

@@ -6,7 +6,7 @@ No torch here: a caller need not have it.
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchgen.engine.scheduler_output import TokenLogprobs
 from batchgen.errors import ConfigError
@@ -69,6 +69,15 @@ class EngineRequest:
     serial: int = 0
 
 
+class RequestTimes(NamedTuple):
+    """When what happened to a request in the core, in seconds of `time.monotonic()`; None: not yet."""
+
+    queued: float
+    scheduled: float | None
+    first_token: float | None
+    last_token: float | None
+
+
 @dataclass(slots=True)  # written once; freezing would double the time to make one
 class SampleOutput:
     """New tokens of one sample of a request, from the core.
@@ -79,7 +88,8 @@ class SampleOutput:
     once, whole, at its end, the best as index 0, with `cumulative_logprob` as the sum that ranked it.
 
     `finish_reason` and `stop_reason` are set on a sample's last message. When the core refuses or fails a
-    request, `error` says why: finish_reason "error", tokens as far as they came.
+    request, `error` says why: finish_reason "error", tokens as far as they came. `times` come with a sample's
+    first and last message.
     """
 
     request_id: str
@@ -94,6 +104,7 @@ class SampleOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     valid: bool | None = None
     cumulative_logprob: float | None = None
+    times: RequestTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

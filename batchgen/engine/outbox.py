@@ -18,6 +18,7 @@ class Outbox:
     def tell(self, sequence: Sequence, stop: Stop | None = None, error: RowFailure | None = None) -> None:
         """Say what a sample has got since it was told last, and whether it has ended."""
         request = sequence.request
+        has_times = stop is not None or sequence.num_sent_tokens == 0
         start = len(request.prompt) + sequence.num_sent_tokens
         sequence.num_sent_tokens = len(sequence.token_ids) - len(request.prompt)
         logprobs = None
@@ -36,6 +37,7 @@ class Outbox:
                 logprobs=logprobs,
                 prompt_logprobs=request.take_prompt_logprobs(),
                 valid=sequence.is_valid,
+                times=request.times if has_times else None,
             )
         )
 

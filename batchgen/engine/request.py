@@ -3,7 +3,7 @@
 from array import array
 from typing import TYPE_CHECKING
 
-from batchgen.engine.messages import EngineRequest
+from batchgen.engine.messages import EngineRequest, RequestTimes
 from batchgen.engine.scheduler_output import DrawRules, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ class Request:
     Args:
         source: the message it came in.
         arrival: running number; smaller came first.
-        arrived_at: when it came, in seconds of some clock.
+        arrived_at: when it came, in seconds of the scheduler's clock.
         max_total_tokens: prompt and generated tokens at which a sample ends with `length`.
         eos_token_ids: the model's end-of-sequence ids.
         vocab_size: ids from here on do not exist; stop ids beyond are dropped.
@@ -29,7 +29,9 @@ class Request:
         "cache_root",
         "eos_ids",
         "first_scored",
+        "first_token_at",
         "groups",
+        "last_token_at",
         "max_total_tokens",
         "next_scored",
         "num_cached_tokens",
@@ -40,6 +42,7 @@ class Request:
         "prompt_logprobs",
         "request_id",
         "rules",
+        "scheduled_at",
         "seed",
         "source",
         "streams",
@@ -65,6 +68,9 @@ class Request:
         self.streams = source.streams
         self.arrival = arrival
         self.arrived_at = arrived_at
+        self.scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
         self.cache_root = cache_root
         self.prompt = array("i")
         self.prompt.frombytes(source.prompt_token_ids)
@@ -95,6 +101,11 @@ class Request:
         self.next_scored = self.first_scored
         self.num_scores = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def times(self) -> RequestTimes:
+        """When what happened to it, as far as it has."""
+        return RequestTimes(self.arrived_at, self.scheduled_at, self.first_token_at, self.last_token_at)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """The scores of the prompt, once all are there, and only once."""

@@ -102,6 +102,7 @@ class Scheduler:
             self._chunks,
             self._delay,
             self._running.run,
+            clock,
         )
         beams = BeamGroups(self.table, self.counters)
         self._intake = Intake(self.table, self.pins, self.counters, beams, self.drafting)
@@ -184,7 +185,7 @@ class Scheduler:
 
     def update(self, result: StepResult) -> list[SampleOutput]:
         """Take in the tokens that a step drew, and tell what is new since the last call."""
-        self._intake.take(self._in_flight.pop(result.step), result)
+        self._intake.take(self._in_flight.pop(result.step), result, self._clock())
         return self.table.outbox.take()
 
     def step_ended(self, step: SchedulerOutput, result: StepResult, seconds: float) -> None:

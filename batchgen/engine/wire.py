@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import batchgen.errors
-from batchgen.engine.messages import SampleOutput
+from batchgen.engine.messages import RequestTimes, SampleOutput
 from batchgen.engine.scheduler_output import TokenLogprobs
 from batchgen.errors import BatchgenError, EngineError
 
@@ -75,6 +75,7 @@ def encode_outputs(outputs: Iterable[SampleOutput]) -> list[tuple[Any, ...]]:
             output.prompt_logprobs and _encode_logprobs(output.prompt_logprobs),
             output.valid,
             output.cumulative_logprob,
+            output.times and tuple(output.times),
         )
         for output in outputs
     ]
@@ -83,10 +84,17 @@ def encode_outputs(outputs: Iterable[SampleOutput]) -> list[tuple[Any, ...]]:
 def decode_outputs(encoded: Iterable[tuple[Any, ...]]) -> list[SampleOutput]:
     """The SampleOutputs of `encode_outputs`."""
     outputs = []
-    for *head, logprobs, prompt_logprobs, valid, cumulative_logprob in encoded:
+    for *head, logprobs, prompt_logprobs, valid, cumulative_logprob, times in encoded:
         told = logprobs and _decode_logprobs(logprobs)
         of_prompt = prompt_logprobs and _decode_logprobs(prompt_logprobs)
-        values: list[Any] = [*head, told, of_prompt, valid, cumulative_logprob]
+        values: list[Any] = [
+            *head,
+            told,
+            of_prompt,
+            valid,
+            cumulative_logprob,
+            times and RequestTimes(*times),
+        ]
         outputs.append(SampleOutput(*values))
     return outputs
 

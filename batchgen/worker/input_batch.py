@@ -180,7 +180,7 @@ def _block_tables(sequences: tuple[ScheduledSequence, ...], group: int, width: i
 
 def _slots(tables: np.ndarray, positions: np.ndarray, of_sequence: np.ndarray, block_size: int) -> np.ndarray:
     """Where each token's keys and values go [T]; below 0 if it has no block."""
-    blocks = tables[of_sequence, positions // block_size]
+    blocks: np.ndarray = tables[of_sequence, positions // block_size]
     return blocks * block_size + (positions % block_size).astype(np.int32)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from batchgen.engine import wire
-from batchgen.engine.messages import SampleOutput, pack_ids
+from batchgen.engine.messages import RequestTimes, SampleOutput, pack_ids
 from batchgen.engine.scheduler_output import TokenLogprobs
 from batchgen.errors import BatchgenError, CapacityError, EngineError, UnknownNameError
 from batchgen.outputs import FailureCode, FinishReason, RowFailure
@@ -41,6 +41,7 @@ def test_a_packet_cut_short_is_an_end() -> None:
 def test_outputs_come_back_equal() -> None:
     outputs = [
         SampleOutput("a", 0, pack_ids([1, 2])),
+        SampleOutput("a", 0, pack_ids([1, 2]), times=RequestTimes(1.5, 2.5, None, None)),
         SampleOutput("b", 3, b"", FinishReason.STOP, 5, 7, None, 9),
         SampleOutput(
             "d",
