@@ -1,7 +1,7 @@
 """ShardStore: finished rows go in, segments and sealed shards come out; what is done is read from disk."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from batchgen.jobs.columns import OutputColumns
 from batchgen.jobs.dataset_files import write_dataset_files
 from batchgen.jobs.journal import Journal, Segment, SegmentReader
 from batchgen.jobs.layout import OutputFolder
+from batchgen.jobs.open_shard import OpenShard
 from batchgen.jobs.row import RowPosition, RowResult
 from batchgen.jobs.shard_plan import ShardPlan, ShardRange
 from batchgen.jobs.shards import BATCH_ROWS, ShardFolder, Sidecar
@@ -19,16 +20,6 @@ from batchgen.jobs.tally import Tally
 # A commit comes early when so much is waiting for it: what a kill may cost, and memory, stay bounded.
 _MAX_PENDING_ROWS = 8192
 _MAX_PENDING_BYTES = 64 << 20
-
-
-@dataclass(slots=True)
-class _OpenShard:
-    """A shard that is not sealed: which of its rows are done, and in which segments they are."""
-
-    range: ShardRange
-    done: Any  # bool [rows]
-    num_done: int = 0
-    segments: list[Segment] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,7 @@ class ShardStore:
         self._journal = Journal(folder, self._disk, columns.row_index)
         self._shards = ShardFolder(folder, self._disk, columns)
         self._sealed: dict[int, Sidecar] = {}
-        self._open: dict[int, _OpenShard] = {}
+        self._open: dict[int, OpenShard] = {}
         self._live: dict[Segment, set[int]] = {}
         self._pending: list[RowResult] = []
         self._pending_bytes = 0
@@ -115,8 +106,8 @@ class ShardStore:
     def count_done_before(self, row: int) -> int:
         """How many of the rows 0 to `row` - 1 are done."""
         sealed = (min(shard.range.stop_row, row) - shard.first_row for shard in self._sealed.values())
-        opened = (shard.done[: max(0, row - shard.range.first_row)].sum() for shard in self._open.values())
-        return sum(max(0, count) for count in sealed) + sum(int(count) for count in opened)
+        opened = (shard.num_done_before(row) for shard in self._open.values())
+        return sum(max(0, count) for count in sealed) + sum(opened)
 
     def tally_before(self, row: int) -> Tally:
         """Counts over the rows 0 to `row` - 1, all committed. Files are read where rows beyond are done."""
@@ -149,12 +140,10 @@ class ShardStore:
         stay in the journal until it is whole. An input without rows gets one shard without rows.
         """
         reached = [shard.range.stop_row for shard in self._sealed.values()]
-        reached += [
-            shard.range.first_row + int(shard.done.nonzero()[0][-1]) + 1 for shard in self._open.values()
-        ]
+        reached += [shard.reached for shard in self._open.values()]
         self._end = num_rows if max(reached, default=0) <= num_rows else None
         if self._end == 0 and not self._sealed:
-            self._open[0] = _OpenShard(ShardRange(0, 0, 0), np.zeros(0, bool))
+            self._open[0] = OpenShard.empty(ShardRange(0, 0, 0))
 
     def commit(self) -> None:
         """Make the pending rows last, then seal every shard that has become complete."""
@@ -223,28 +212,22 @@ class ShardStore:
         opened = self._open.get(shard)
         if shard in self._sealed:
             return rows[:0]
-        return rows if opened is None else rows[~opened.done[rows - opened.range.first_row]]
+        return rows if opened is None else opened.undone(rows)
 
     def _mark(self, rows: Any) -> None:
         """Count ascending row numbers as done."""
         for shard, part in self._by_shard(rows):
             opened = self._open.get(shard)
             if opened is None:
-                shard_range = self._plan.range_of(shard)
-                opened = self._open[shard] = _OpenShard(shard_range, np.zeros(len(shard_range), bool))
-            opened.done[part - opened.range.first_row] = True
-            opened.num_done += len(part)
+                opened = self._open[shard] = OpenShard.empty(self._plan.range_of(shard))
+            opened.mark(part)
 
     def _mark_row(self, row: int) -> None:
         opened = self._open.get(self._plan.shard_of(row))
         if opened is None:
             self._mark(np.array([row]))
-            return
-        offset = row - opened.range.first_row
-        if opened.done[offset]:
-            raise AssertionError(f"row {row} was finished twice")
-        opened.done[offset] = True
-        opened.num_done += 1
+        else:
+            opened.mark_row(row)
 
     def _enter(self, segment: Segment, rows: Any) -> None:
         """Note which shards need a segment; one that none needs goes."""
@@ -264,17 +247,11 @@ class ShardStore:
             write_dataset_files(self._folder, self._disk, self._sealed_in_order())
             self._drop_sealed_segments()
 
-    def _range_now(self, opened: _OpenShard) -> ShardRange:
-        """The shard's range, cut where the rows end."""
-        end = opened.range.stop_row if self._end is None else self._end
-        stop = max(opened.range.first_row, min(opened.range.stop_row, end))
-        return ShardRange(opened.range.shard, opened.range.first_row, stop)
+    def _is_complete(self, opened: OpenShard) -> bool:
+        return len(opened.range_until(self._end)) <= opened.num_done
 
-    def _is_complete(self, opened: _OpenShard) -> bool:
-        return len(self._range_now(opened)) <= opened.num_done
-
-    def _seal(self, opened: _OpenShard) -> None:
-        shard_range = self._range_now(opened)
+    def _seal(self, opened: OpenShard) -> None:
+        shard_range = opened.range_until(self._end)
         shard, generation = shard_range.shard, self._generations.get(shard_range.shard, 0)
         stretches = self._journal.read(
             opened.segments, shard_range.first_row, shard_range.stop_row, BATCH_ROWS
