@@ -21,6 +21,7 @@ from batchgen.field_rules import (
     or_none,
     whole,
 )
+from batchgen.foreign_names import ENGINE_ARGUMENTS
 from batchgen.ngram_settings import NgramSettings
 
 # More would only be a slip of the finger, which the OpenMP runtime answers by ending the process.
@@ -223,7 +224,7 @@ class EngineConfig:
         parts: dict[str, dict[str, Any]] = {name: {} for name in set(homes.values())}
         for name, value in engine_args.items():
             if name not in homes:
-                raise UnknownNameError("setting", name, homes, path)
+                raise UnknownNameError("setting", name, homes, path, ENGINE_ARGUMENTS)
             parts[homes[name]][name] = value
         return cls(**{part: _PARTS[part](**values) for part, values in parts.items()})
 

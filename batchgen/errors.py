@@ -21,7 +21,7 @@ A message says what is wrong, where, the value, and what to do. A bad *row* is n
 `batchgen.outputs.RowFailure`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
@@ -41,14 +41,25 @@ class UnknownNameError(ConfigError):
         name: the name that was given.
         known: the names there are.
         path: where the name stood, such as "engine" or "job.yaml:12".
+        instead: names of other tools -> what to do here (see `foreign_names`).
     """
 
-    def __init__(self, what: str, name: str, known: Iterable[str], path: str = ""):
+    def __init__(
+        self,
+        what: str,
+        name: str,
+        known: Iterable[str],
+        path: str = "",
+        instead: Mapping[str, str] | None = None,
+    ):
         self.name, self.known = name, sorted(known)
         self.nearest = nearest(name, self.known)
+        place = f"{path}: " if path else ""
+        if instead is not None and name in instead:
+            super().__init__(f"{place}{what} {name!r} is not offered: {instead[name]}")
+            return
         hint = f"; did you mean {self.nearest!r}?" if self.nearest else ""
         listed = "" if self.nearest else f"; known: {', '.join(self.known)}"
-        place = f"{path}: " if path else ""
         super().__init__(f"{place}unknown {what} {name!r}{hint}{listed}")
 
 

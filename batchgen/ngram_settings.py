@@ -6,6 +6,7 @@ from typing import Any
 
 from batchgen.errors import ConfigError, UnknownNameError
 from batchgen.field_rules import only_built
+from batchgen.foreign_names import DRAFTING
 
 _LOOKUP_MAX, _LOOKUP_MIN = 4, 2
 
@@ -49,7 +50,7 @@ class NgramSettings:
         known = ["method", *(spec.name for spec in fields(cls))]
         for name in values:
             if name not in known:
-                raise UnknownNameError("setting", name, known, "engine setting 'speculative'")
+                raise UnknownNameError("setting", name, known, "engine setting 'speculative'", DRAFTING)
         only_built("speculative.method", values.pop("method", "ngram"), "ngram", "another way of drafting")
         # One bound alone moves the other's default out of its way.
         low, high = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from batchgen.errors import ConfigError, UnknownNameError
+from batchgen.foreign_names import SAMPLING_PARAMETERS, refuse_unknown
 from batchgen.sampling_checks import GREEDY_BELOW, REFUSED, check_each, check_together
 from batchgen.sampling_parts import (
     BeamSearchParams,
@@ -36,6 +37,7 @@ _PARTS: dict[str, type[StructuredOutputsParams] | type[RepetitionDetection]] = {
 }
 
 
+@refuse_unknown("sampling parameter", SAMPLING_PARAMETERS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are drawn; names and defaults are vLLM's.
@@ -187,7 +189,7 @@ class SamplingParams:
             values["max_tokens"] = values.pop("max_new_tokens")
         for name in values:
             if name not in known:
-                raise UnknownNameError("setting", name, known, path)
+                raise UnknownNameError("setting", name, known, path, SAMPLING_PARAMETERS)
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, Self
 
 from batchgen.errors import ConfigError, UnknownNameError
+from batchgen.foreign_names import GRAMMAR_OPTIONS, refuse_unknown
 
 # Of these a StructuredOutputsParams has exactly one.
 GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
@@ -35,7 +36,7 @@ class _Part:
         known = [spec.name for spec in fields(cls)]  # type: ignore[arg-type]
         for name in data:
             if name not in known:
-                raise UnknownNameError("field", str(name), known, path)
+                raise UnknownNameError("field", str(name), known, path, GRAMMAR_OPTIONS)
         return cls(**data)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -48,6 +49,7 @@ class _Part:
         return found
 
 
+@refuse_unknown("field of structured_outputs", GRAMMAR_OPTIONS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams(_Part):
     """What a sample's text must conform to: one of `json`, `json_object`, `regex`, `choice` and `grammar`.
@@ -129,6 +131,7 @@ def _parsed(schema: Any) -> Any:
         return None
 
 
+@refuse_unknown("field of repetition_detection", {})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepetitionDetection(_Part):
     """Ends a sample whose last tokens are one pattern again and again; finish reason `repetition`.
@@ -162,6 +165,7 @@ class RepetitionDetection(_Part):
             )
 
 
+@refuse_unknown("field of a beam search", {})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
     """A beam search, as `LLM.beam_search` takes it; vLLM's names.
