@@ -83,3 +83,38 @@ def or_none(rule: Rule) -> Rule:
 FLAG = one_of(True, False, words="true or false")
 FLAG_OR_NONE = one_of(None, True, False, words="true, false or null")
 TEXT_OR_NONE = or_none(instance(str, "a text"))
+
+
+_PLAIN = frozenset((str, int, float, bool, type(None)))
+
+
+def plain(value: Any) -> Any:
+    """Text and numbers of a class of their own (members of an enum) as what they are, in tuples too.
+
+    A process of its own does not know such classes.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    if type(value) is tuple and not all(type(each) in _PLAIN for each in value):
+        return tuple([plain(each) for each in value])
+    return value
+
+
+def plain_json(value: Any) -> Any:
+    """Mappings and sequences of plain values, as JSON has them.
+
+    Raises:
+        TypeError: something that JSON has no form for.
+    """
+    value = plain(value)
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return {plain(key): plain_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(each) for each in value]
+    raise TypeError(f"JSON has no {type(value).__name__}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from batchgen.errors import ConfigError, UnknownNameError
+from batchgen.field_rules import plain
 from batchgen.foreign_names import SAMPLING_PARAMETERS, refuse_unknown
 from batchgen.sampling_checks import GREEDY_BELOW, REFUSED, check_each, check_together
 from batchgen.sampling_parts import (
@@ -116,6 +117,8 @@ class SamplingParams:
                 put(name, (given,))
             elif given is None and name in ("stop", "bad_words", "stop_token_ids"):
                 put(name, ())
+        for spec in fields(self):
+            put(spec.name, plain(getattr(self, spec.name)))
         for name, part in _PARTS.items():
             if isinstance(value := getattr(self, name), Mapping):
                 put(name, part.from_mapping(value, name))
@@ -149,6 +152,16 @@ class SamplingParams:
     def num_samples(self) -> int:
         """Samples that are drawn, of which `n` are given back; the width of a beam search."""
         return self.best_of or self.n
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether samples come with log probabilities of their tokens."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
+    def first_prompt_logprob(self) -> int:
+        """The first position of a prompt that has a log probability, when `prompt_logprobs` asks for them."""
+        return max(self.prompt_logprob_start or 0, 1)
 
     @property
     def needs_history(self) -> bool:

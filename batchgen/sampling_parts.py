@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, Self
 
 from batchgen.errors import ConfigError, UnknownNameError
+from batchgen.field_rules import plain, plain_json
 from batchgen.foreign_names import GRAMMAR_OPTIONS, refuse_unknown
 
 # Of these a StructuredOutputsParams has exactly one.
@@ -88,6 +89,9 @@ class StructuredOutputsParams(_Part):
             object.__setattr__(self, "json_object", None)
         if isinstance(self.choice, list):
             object.__setattr__(self, "choice", tuple(self.choice))
+        for spec in fields(self):
+            if spec.name != "json":
+                object.__setattr__(self, spec.name, plain(getattr(self, spec.name)))
         if self.structural_tag is not None:
             raise ConfigError(
                 "structured_outputs: 'structural_tag' is not offered; describe the text with 'grammar'"
@@ -108,7 +112,9 @@ class StructuredOutputsParams(_Part):
                 )
 
         if self.json is not None:
-            need("json", isinstance(_parsed(self.json), Mapping | bool), "a JSON schema")
+            schema = _schema(self.json)
+            need("json", schema is not None, "a JSON schema")
+            object.__setattr__(self, "json", schema)
         need("json_object", self.json_object in (None, True), "true")
         for name in ("regex", "grammar"):
             value = getattr(self, name)
@@ -122,12 +128,15 @@ class StructuredOutputsParams(_Part):
         need("whitespace_pattern", is_text, "a regular expression")
 
 
-def _parsed(schema: Any) -> Any:
-    if not isinstance(schema, str):
-        return schema
+def _schema(given: Any) -> Any:
+    """A schema as the same text, or as plain values; None if it is none."""
     try:
-        return json.loads(schema)
-    except ValueError:
+        if isinstance(given, str):
+            return plain(given) if isinstance(json.loads(given), Mapping | bool) else None
+        return plain_json(given) if isinstance(given, Mapping | bool) else None
+    except RecursionError:
+        raise ConfigError("structured_outputs: 'json' is nested too deeply") from None
+    except (TypeError, ValueError):
         return None
 
 

@@ -13,7 +13,7 @@ from batchgen.engine.core_request import BadWords
 from batchgen.engine.messages import EngineInfo, EngineRequest, pack_ids
 from batchgen.engine.start import start_engine
 from batchgen.errors import ConfigError, InputError
-from batchgen.field_rules import is_whole
+from batchgen.field_rules import is_whole, plain
 from batchgen.models.location import resolve_model
 from batchgen.sampling_checks import check_engine_limits
 from batchgen.sampling_defaults import effective_params, generation_defaults
@@ -122,13 +122,13 @@ class Caller:
         number = next(self._numbers)
         seed = params.seed if params.seed is not None else row_seed(self.config.model.seed, 0, number)
         return EngineRequest(
-            request_id=str(number) if request_id is None else request_id,
+            request_id=str(number) if request_id is None else plain(request_id),
             prompt_token_ids=packed,
             params=params,
             seed=seed,
             prompt=prompt.text,
             streams=streams,
-            priority=priority,
+            priority=plain(priority),
             cache_salt=prompt.cache_salt,
             is_pinned=is_pinned,
         )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from batchgen.engine.messages import pack_ids
 from batchgen.errors import ConfigError, UnknownNameError
+from batchgen.field_rules import plain
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -99,7 +100,7 @@ def one_each(value: T | Sequence[T], count: int, name: str, kind: type[T]) -> li
 def _read(prompt: Any, number: int) -> Read:
     prompt = _plain(prompt)
     if isinstance(prompt, str):
-        return Read(prompt)
+        return Read(plain(prompt))
     if not isinstance(prompt, Mapping):
         return Read(None, _packed(prompt, number))
     for key in prompt:
@@ -115,7 +116,7 @@ def _read(prompt: Any, number: int) -> Read:
     salt = prompt.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ConfigError(f"prompt {number}: 'cache_salt' must be a non-empty text; got {salt!r}")
-    return Read(text, None if ids is None else _packed(ids, number), salt)
+    return Read(plain(text), None if ids is None else _packed(ids, number), plain(salt))
 
 
 def _packed(ids: Any, number: int) -> bytes:

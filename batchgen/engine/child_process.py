@@ -154,13 +154,19 @@ class ChildProcess:
     def _write(self, hello: Any) -> None:
         assert self._process is not None and self._process.stdin is not None
         pipe = self._process.stdin.fileno()
-        with suppress(OSError):  # the child is gone; the reader says so
+        try:
             wire.write(pipe, wire.encode(hello))
             while (command := self._outgoing.get()) is not None:
                 commands = [command]
                 while not self._outgoing.empty() and (command := self._outgoing.get()) is not None:
                     commands.append(command)
                 wire.write(pipe, wire.encode(commands))
+        except OSError:
+            pass  # the child is gone; the reader says so
+        except Exception as error:
+            # Nobody must wait for an answer to what cannot be sent.
+            self.stderr_tail.append(f"it could not be sent what it was asked: {error!r}")
+            self._process.kill()
 
     def _read_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None

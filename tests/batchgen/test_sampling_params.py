@@ -1,6 +1,9 @@
 import dataclasses
 import json
 import math
+from enum import IntEnum, StrEnum
+from types import MappingProxyType
+from typing import Any
 
 import pydantic
 import pytest
@@ -248,3 +251,39 @@ def test_beam_search_params_are_checked() -> None:
     for name in ("beam_width", "max_tokens"):
         with pytest.raises(ConfigError, match=f"'{name}' must be a whole number, 1 or more"):
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, name: 0})
+
+
+class Label(StrEnum):
+    GOOD = "good"
+    BAD = "bad"
+
+
+class Count(IntEnum):
+    TWO = 2
+
+
+def test_values_of_a_class_of_their_own_are_kept_as_plain_ones() -> None:
+    # Another process, which knows no such classes, gets them.
+    params = SamplingParams(
+        n=Count.TWO,
+        stop=[Label.GOOD],
+        stop_token_ids=[Count.TWO],
+        structured_outputs={"json": MappingProxyType({"enum": tuple(Label), "maxLength": Count.TWO})},
+    )
+    choice = StructuredOutputsParams(choice=list(Label)).choice
+    assert choice is not None
+    schema: Any = params.structured_outputs and params.structured_outputs.json
+    assert schema == {"enum": ["good", "bad"], "maxLength": 2}
+    values = [params.n, *params.stop, *params.stop_token_ids, *choice, *schema["enum"], schema["maxLength"]]
+    assert [type(each) for each in values] == [int, str, int, str, str, str, str, int]
+
+
+def test_a_schema_that_no_process_could_be_sent_is_refused() -> None:
+    deep: Any = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    for schema in (deep, '{"items":' * 5000 + "{}" + "}" * 5000):
+        with pytest.raises(ConfigError, match="'json' is nested too deeply"):
+            StructuredOutputsParams(json=schema)
+    with pytest.raises(ConfigError, match="'json' must be a JSON schema"):
+        StructuredOutputsParams(json={"const": object()})

@@ -116,6 +116,17 @@ def test_limits_pause_and_resume_reach_the_child(
     assert wait_until(lambda: client.stats().num_requests_finished == 1)
 
 
+def test_what_cannot_be_sent_ends_the_engine_and_nobody_waits_for_ever(
+    start: Callable[..., ChildClient], make_request: MakeRequest
+) -> None:
+    client = start()
+    client.add(make_request("a", [1], cache_salt=lambda: None))
+    with pytest.raises(EngineError, match=r"could not be sent what it was asked: .*lambda"):
+        while True:
+            client.poll(timeout_s=30)
+    assert client.in_flight() == ["a"]
+
+
 def test_calls_are_answered_and_disturb_nobody(
     start: Callable[..., ChildClient], make_request: MakeRequest, expected_tokens: Any
 ) -> None:
