@@ -77,7 +77,7 @@ _SCHEDULER_RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Which model, and how its numbers are kept. None and "auto" mean: decide for me (see `resolve`)."""
+    """Which model, and how its numbers are kept. None and "auto" are decided by `load_executor`."""
 
     model: str
     revision: str | None = None

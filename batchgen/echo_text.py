@@ -79,17 +79,16 @@ class EchoTexts:
     def completion(self, index: int, sample: Sample, params: SamplingParams) -> CompletionOutput:
         """A sample as the caller gets it. No text of an echo conforms to a grammar, unless by chance."""
         text, ids, reason = sample
-        has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
         logprobs = new_logprobs(params.flat_logprobs)
-        for told in self._certain(ids) if has_logprobs else ():
+        for told in self._certain(ids) if params.has_logprobs else ():
             logprobs.append(position_logprobs(told, self._texts))
-        is_summed = has_logprobs or params.num_samples > params.n or params.use_beam_search
+        is_summed = params.has_logprobs or params.num_samples > params.n or params.use_beam_search
         return CompletionOutput(
             index=index,
             text=text,
             token_ids=ids,
             cumulative_logprob=0.0 if is_summed else None,
-            logprobs=logprobs if has_logprobs else None,
+            logprobs=logprobs if params.has_logprobs else None,
             finish_reason=str(reason),
             valid=None if params.structured_outputs is None else False,
         )
@@ -98,7 +97,7 @@ class EchoTexts:
         """Those of the prompt, if they are asked for."""
         if params.prompt_logprobs is None:
             return None
-        start = max(params.prompt_logprob_start or 0, 1)
+        start = params.first_prompt_logprob
         return prompt_logprobs(self._certain(prompt_ids[start:]), start, self._texts, params.flat_logprobs)
 
     @staticmethod

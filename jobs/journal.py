@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -67,10 +66,6 @@ class Journal:
     def remove(self, segment: Segment) -> None:
         """Drop a segment whose rows are all sealed."""
         self._disk.remove(segment.path)
-
-    def row_indices(self, segment: Segment) -> Any:
-        """The row numbers of a segment, ascending: int64 [rows]."""
-        return SegmentReader(segment, self._row_index).indices
 
     def read(
         self, segments: Sequence[Segment], start: int, stop: int, batch_rows: int

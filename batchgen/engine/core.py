@@ -18,7 +18,6 @@ from batchgen.engine.metrics import snapshot
 from batchgen.engine.policy import POLICIES
 from batchgen.engine.prefix_cache import cache_root
 from batchgen.engine.request_table import RequestTable
-from batchgen.engine.rules import Rules
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.speculation import Speculation
 from batchgen.engine.watchdog import Watchdog
@@ -81,7 +80,6 @@ class EngineCore:
             speculation=None if ngram is None else Speculation(ngram),
             decoder=self._tokenizer,
         )
-        _check_limits(self._scheduler.rules, loaded.max_model_len)
         # The watching thread must not keep the model alive: it knows only the table of requests.
         self._watchdog = Watchdog(partial(_describe_running, self._scheduler.table))
         weakref.finalize(self, self._watchdog.stop)
@@ -273,16 +271,6 @@ def _engine_info(
         load_s=load_s,
         pid=os.getpid(),
     )
-
-
-def _check_limits(rules: Rules, max_model_len: int) -> None:
-    """Whether every prompt can be computed in one step where it must."""
-    if not rules.enable_chunked_prefill and rules.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"engine setting enable_chunked_prefill=False needs max_num_batched_tokens of max_model_len "
-            f"({max_model_len}) or more, for a prompt is then computed in one step; it is "
-            f"{rules.max_num_batched_tokens}"
-        )
 
 
 def _load_tokenizer(settings: ModelSettings) -> Decoder:

@@ -112,9 +112,8 @@ class InFlight:
         self._times = told.times or self._times
         if told.prompt_logprobs is not None:
             params = self.request.params
-            start = max(params.prompt_logprob_start or 0, 1)
             self._prompt_logprobs = prompt_logprobs(
-                told.prompt_logprobs, start, self._texts, params.flat_logprobs
+                told.prompt_logprobs, params.first_prompt_logprob, self._texts, params.flat_logprobs
             )
         ids = unpack_ids(told.token_ids)
         sample.extend(ids, told.finish_reason, told.stop_reason, told.logprobs, told.valid)
@@ -176,7 +175,7 @@ class InFlight:
         """Of a prompt in which there is nothing to score; None if nobody asked, or has been told already."""
         params = self.request.params
         num_tokens = len(unpack_ids(self.request.prompt_token_ids))
-        if params.prompt_logprobs is None or num_tokens > max(params.prompt_logprob_start or 0, 1):
+        if params.prompt_logprobs is None or num_tokens > params.first_prompt_logprob:
             return None
         return prompt_logprobs((), num_tokens, self._texts, params.flat_logprobs)
 

@@ -89,15 +89,13 @@ class Request:
         self.num_unfinished = 1 if source.is_pinned else params.num_samples
         self.num_cached_tokens = 0
         # The likeliest of more samples than are given back are chosen on the caller's side.
-        self.wants_logprobs = (
-            params.logprobs is not None
-            or params.logprob_token_ids is not None
-            or (params.num_samples > params.n and not params.use_beam_search)
+        self.wants_logprobs = params.has_logprobs or (
+            params.num_samples > params.n and not params.use_beam_search
         )
         # Prompt positions from here on have a score, which the step that computes the one before it gives.
         self.first_scored = len(self.prompt)
-        if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
-            self.first_scored = min(max(1, params.prompt_logprob_start or 0), len(self.prompt))
+        if params.prompt_logprobs is not None:
+            self.first_scored = min(params.first_prompt_logprob, len(self.prompt))
         self.next_scored = self.first_scored
         self.num_scores = 0
         self.prompt_logprobs: list[TokenLogprobs] = []

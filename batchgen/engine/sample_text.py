@@ -56,8 +56,7 @@ class SampleText:
         self._num_ids_shown = 0
         self._is_end_shown = False
         self._texts = texts if params.detokenize else None
-        shows_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
-        self._logprobs: Logprobs | None = new_logprobs(params.flat_logprobs) if shows_logprobs else None
+        self._logprobs: Logprobs | None = new_logprobs(params.flat_logprobs) if params.has_logprobs else None
 
     @property
     def is_finished(self) -> bool:

@@ -1,7 +1,7 @@
 """Settings that were left to us: each decided once, with a reason, before anything large is loaded."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +43,13 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+
+
+class Swapping(NamedTuple):
+    """GiB of host memory for swapped blocks, and how preempted sequences come back; None: by cost."""
+
+    space: float
+    preemption_mode: str | None
 
 
 def decide_device(config: EngineConfig, decisions: Decisions) -> torch.device:
@@ -98,8 +105,8 @@ def decide_limits(
     return Limits(max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=batched)
 
 
-def decide_swap_space(config: EngineConfig, device: torch.device, decisions: Decisions) -> float:
-    """GiB of host memory for swapped blocks; with it, how preempted sequences come back.
+def decide_swapping(config: EngineConfig, device: torch.device, decisions: Decisions) -> Swapping:
+    """How much host memory swapped blocks get, and how preempted sequences come back.
 
     Raises:
         ConfigError: preemption by swap is asked for without any room.
@@ -119,8 +126,8 @@ def decide_swap_space(config: EngineConfig, device: torch.device, decisions: Dec
     if space:
         decisions.decide("preemption_mode", mode, "by cost", "the cheaper of recompute and swap each time")
     else:
-        decisions.decide("preemption_mode", mode, "recompute", "there is no swap_space")
-    return space
+        mode = decisions.decide("preemption_mode", mode, "recompute", "there is no swap_space")
+    return Swapping(space, mode)
 
 
 def decide_kernels(

@@ -17,7 +17,7 @@ from batchgen.worker.decisions import (
     decide_dtype,
     decide_kernels,
     decide_limits,
-    decide_swap_space,
+    decide_swapping,
 )
 from batchgen.worker.device import available_memory, environment
 from batchgen.worker.executor import Executor, ExecutorInfo
@@ -46,7 +46,7 @@ def load_executor(config: EngineConfig) -> Executor:
     device = decide_device(config, decisions)
     dtype = decide_dtype(config.model.dtype, shape, device, decisions)
     limits = decide_limits(config, shape, device, decisions)
-    swap_space = decide_swap_space(config, device, decisions)
+    swapping = decide_swapping(config, device, decisions)
     kernels, reproducible = decide_kernels(config, shape, device, dtype, decisions)
     # The tokenizer comes before the weights: it is quick and fails early.
     tokenizer = tokenizer_of(config.model)
@@ -56,7 +56,7 @@ def load_executor(config: EngineConfig) -> Executor:
         files.build, kernels, dtype=dtype, device=device, max_len=limits.max_model_len, block_size=block_size
     )
     model = build()
-    blocks, block_bytes = _take_blocks(config, model, limits, swap_space, decisions)
+    blocks, block_bytes = _take_blocks(config, model, limits, swapping.space, decisions)
     resolved = config.with_values(
         dtype=dtype,
         device=device.type,
@@ -65,8 +65,8 @@ def load_executor(config: EngineConfig) -> Executor:
         max_num_batched_tokens=limits.max_num_batched_tokens,
         reproducible=reproducible,
         num_threads=torch.get_num_threads(),
-        swap_space=swap_space,
-        preemption_mode=config.scheduler.preemption_mode or (None if swap_space else "recompute"),
+        swap_space=swapping.space,
+        preemption_mode=swapping.preemption_mode,
     )
     info = ExecutorInfo(
         architecture=shape.architecture,

@@ -1,14 +1,12 @@
 """Who is let in: order, room, adapters, delays, chunks, and who may overtake whom."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from batchgen.engine.messages import EngineRequest, Limits
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.scheduler_output import SchedulerOutput, StepResult
-from batchgen.errors import ConfigError
 
 MakeScheduler = Callable[..., Scheduler]
 MakeRequest = Callable[..., EngineRequest]
@@ -191,12 +189,6 @@ def test_without_chunks_a_lowered_budget_still_lets_long_prompts_through(
     scheduler.add(make_request("a", [1] * 60, max_tokens=4))
     scheduler.set_limits(Limits(max_num_batched_tokens=20))
     assert order_of_ends(scheduler, execute) == ["a"]
-
-
-def test_without_chunks_the_budget_must_hold_the_longest_prompt(make_client: Any) -> None:
-    with pytest.raises(ConfigError, match=r"enable_chunked_prefill=False needs .*256.* it is 64"):
-        make_client(enable_chunked_prefill=False)
-    make_client(enable_chunked_prefill=False, max_num_batched_tokens=256)
 
 
 def test_samples_that_find_no_room_wait_together(
