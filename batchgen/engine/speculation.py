@@ -134,16 +134,14 @@ class Speculation:
 
     def break_even(self, num_rows: int) -> float | None:
         """The probability of acceptance above which a drafted token surely pays; None while not known."""
-        most = num_rows * (1 + self.settings.num_speculative_tokens)
-        if not self._times.is_known(num_rows, num_rows) or not self._times.is_known(num_rows + 1, most):
-            return None
-        count = max(round(self._drafts_per_row * num_rows), 1)
-        plain_s, with_drafts_s = self._times.seconds(num_rows), self._times.seconds(num_rows + count)
-        return _MARGIN * max(with_drafts_s - plain_s, 0.0) / count / (plain_s / num_rows)
+        count = max(round(2 * self._drafts_per_row * num_rows), self.settings.num_speculative_tokens)
+        plain_s = self._times.seconds(num_rows)
+        more_s = self._times.more_s(num_rows, num_rows + count)
+        return None if not plain_s or more_s is None else _MARGIN * more_s / (plain_s / num_rows)
 
     def _judge(self, num_rows: int) -> tuple[bool, float]:
         """Whether this step is a trial, and the probability above which its tokens are drafted."""
-        if self._num_since_plain >= _PLAIN_AFTER or not self._times.is_known(num_rows, num_rows):
+        if self._num_since_plain >= _PLAIN_AFTER or self._times.seconds(num_rows) is None:
             return False, 1.0
         if self._step >= self._trial_due:
             return True, 0.0

@@ -1,11 +1,13 @@
 """StepTimes: how long a step of so many tokens takes, learnt from the steps that ran. No torch."""
 
-from bisect import bisect_left
 from typing import Protocol
 
-# An average of the last ten or so, in which one slow step counts as twice the average at most.
-_WEIGHT = 0.1
+# A step is now and then slowed down by somebody else, never sped up: what is shorter than the mean counts
+# more, and what is longer counts as twice the mean at most.
+_SHORTER, _LONGER = 0.3, 0.05
 _LARGEST_SURPRISE = 2.0
+# Beyond so many steps a mean gets no surer.
+_SURE = 20
 
 
 class StepTimes(Protocol):
@@ -14,56 +16,50 @@ class StepTimes(Protocol):
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in a step that ran."""
 
-    def seconds(self, num_tokens: int) -> float:
-        """How long a step of so many tokens takes."""
+    def seconds(self, num_tokens: int) -> float | None:
+        """How long a step of about so many tokens takes; None if none ran."""
 
-    def is_known(self, least: int, most: int) -> bool:
-        """Whether a step of `least` to `most` tokens ran."""
+    def more_s(self, num_tokens: int, most: int) -> float | None:
+        """What each token more than `num_tokens` costs in steps of `most` at most; None if none ran."""
 
 
 class MeasuredTimes:
-    """Averages by size class, four classes to a doubling, and straight lines between them.
-
-    Below the smallest size that ran a step takes as long as that one; above the largest, its share more.
-    """
+    """Running means by size class, four classes to a doubling."""
 
     def __init__(self) -> None:
-        # Size class -> average number of tokens, average seconds, steps.
+        # Size class -> mean number of tokens, mean seconds, steps.
         self._classes: dict[int, tuple[float, float, int]] = {}
-        self._points: list[tuple[float, float]] | None = None
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in a step that ran."""
         size = _size_class(num_tokens)
-        mean_tokens, mean_seconds, count = self._classes.get(size, (0.0, 0.0, 0))
-        if count > 2:
-            seconds = min(seconds, _LARGEST_SURPRISE * mean_seconds)
-        weight = max(_WEIGHT, 1.0 / (count + 1))
+        mean_tokens, mean_seconds, count = self._classes.get(size, (num_tokens, seconds, 0))
+        weight = _SHORTER if seconds < mean_seconds else _LONGER
+        seconds = min(seconds, _LARGEST_SURPRISE * mean_seconds)
         self._classes[size] = (
             mean_tokens + weight * (num_tokens - mean_tokens),
             mean_seconds + weight * (seconds - mean_seconds),
             count + 1,
         )
-        self._points = None
 
-    def seconds(self, num_tokens: int) -> float:
-        """How long a step of so many tokens takes; some step has run."""
-        if self._points is None:
-            self._points = sorted((tokens, seconds) for tokens, seconds, _ in self._classes.values())
-        points = self._points
-        place = bisect_left(points, (num_tokens, 0.0))
-        if place == len(points):
-            return points[-1][1] * max(num_tokens / points[-1][0], 1.0)
-        right_tokens, right_s = points[place]
-        if place == 0:
-            return right_s
-        left_tokens, left_s = points[place - 1]
-        return left_s + (right_s - left_s) * (num_tokens - left_tokens) / (right_tokens - left_tokens)
+    def seconds(self, num_tokens: int) -> float | None:
+        """How long a step of about so many tokens takes; None if none ran."""
+        found = self._classes.get(_size_class(num_tokens))
+        return None if found is None else found[1]
 
-    def is_known(self, least: int, most: int) -> bool:
-        """Whether a step of `least` to `most` tokens, roughly, ran."""
-        first, last = _size_class(least), _size_class(most)
-        return any(first <= size <= last for size in self._classes)
+    def more_s(self, num_tokens: int, most: int) -> float | None:
+        """What each token more than `num_tokens` costs in steps of `most` at most; None if none ran.
+
+        Of several sizes the surer and the larger count more.
+        """
+        base_s = self.seconds(num_tokens)
+        if base_s is None:
+            return None
+        first, last = _size_class(num_tokens) + 1, _size_class(most)
+        larger = [self._classes[size] for size in range(first, last + 1) if size in self._classes]
+        tokens = sum(min(count, _SURE) * (mean - num_tokens) for mean, _, count in larger)
+        seconds = sum(min(count, _SURE) * (mean_s - base_s) for _, mean_s, count in larger)
+        return max(seconds, 0.0) / tokens if tokens > 0 else None
 
 
 def _size_class(num_tokens: int) -> int:

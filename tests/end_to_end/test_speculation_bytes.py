@@ -25,11 +25,11 @@ NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min
 class Free(MeasuredTimes):
     """Drafts cost nothing, so everybody drafts in every step."""
 
-    def is_known(self, least: int, most: int) -> bool:
-        return True
-
     def seconds(self, num_tokens: int) -> float:
         return 1.0
+
+    def more_s(self, num_tokens: int, most: int) -> float:
+        return 0.0
 
 
 @pytest.fixture(scope="module")

@@ -26,11 +26,11 @@ VOCAB_SIZE = 4
 class Free(MeasuredTimes):
     """A model on which drafted tokens cost nothing."""
 
-    def is_known(self, least: int, most: int) -> bool:
-        return True
-
     def seconds(self, num_tokens: int) -> float:
         return 1.0
+
+    def more_s(self, num_tokens: int, most: int) -> float:
+        return 0.0
 
 
 def drafting(count: int = 5) -> Speculation:

@@ -99,11 +99,11 @@ def test_a_text_without_repetition_costs_no_steps() -> None:
 
 def test_nobody_drafts_beyond_room_and_budget() -> None:
     class Free(MeasuredTimes):
-        def is_known(self, least: int, most: int) -> bool:
-            return True
-
         def seconds(self, num_tokens: int) -> float:
             return 1.0
+
+        def more_s(self, num_tokens: int, most: int) -> float:
+            return 0.0
 
     speculation = Speculation(SETTINGS, times=Free())
     tokens = array("i", [1, 2, 3, 4, 5, 6, 1, 2, 3])
@@ -115,15 +115,17 @@ def test_nobody_drafts_beyond_room_and_budget() -> None:
         assert any(drafts)
 
 
-def test_times_between_sizes_are_straight_lines() -> None:
+def test_the_cost_of_a_token_is_measured_on_larger_steps() -> None:
     times = MeasuredTimes()
-    assert not times.is_known(1, 1000)
-    for size, seconds in ((4, 0.1), (64, 0.2), (128, 0.4)):
+    assert times.seconds(4) is None and times.more_s(4, 100) is None
+    for size, seconds in ((4, 0.1), (64, 0.22), (128, 0.5)):
         times.observe(size, seconds)
-    assert times.seconds(2) == pytest.approx(0.1)
-    assert times.seconds(34) == pytest.approx(0.15)
-    assert times.seconds(256) == pytest.approx(0.8)
-    assert times.is_known(60, 70) and not times.is_known(5, 40)
+    assert times.seconds(4) == pytest.approx(0.1)
+    assert times.seconds(5) is None
+    assert times.more_s(4, 63) is None
+    assert times.more_s(4, 64) == pytest.approx(0.12 / 60)
+    assert times.more_s(4, 128) == pytest.approx((0.12 + 0.4) / (60 + 124))
+    assert times.more_s(64, 128) == pytest.approx(0.28 / 64)
 
 
 def test_one_slow_step_does_not_count_for_much() -> None:

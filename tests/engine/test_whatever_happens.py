@@ -73,11 +73,11 @@ asks = st.builds(
 class FreeSteps(MeasuredTimes):
     """A model on which drafted tokens cost nothing."""
 
-    def is_known(self, least: int, most: int) -> bool:
-        return True
-
     def seconds(self, num_tokens: int) -> float:
         return 1.0
+
+    def more_s(self, num_tokens: int, most: int) -> float:
+        return 0.0
 
 
 def make_engine(
