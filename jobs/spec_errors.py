@@ -8,6 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from batchgen.errors import nearest
+from batchgen.foreign_names import ENGINE_ARGUMENTS, GRAMMAR_OPTIONS, SAMPLING_PARAMETERS
 from batchgen.jobs.settings_sections import MOVED_ENGINE_KEYS, MOVED_SAMPLING_KEYS
 from batchgen.jobs.yaml_file import KeyPath, YamlDocument
 
@@ -21,6 +22,12 @@ _OPTIONS = frozenset({"--limit", "--output"})
 # A guess in another section than the key's own must be closer than one at home.
 _FAR_CUTOFF = 0.8
 _MISPLACED_DEPTH = 2
+# Section -> names of other tools' and what to do here.
+_FOREIGN: dict[KeyPath, Mapping[str, str]] = {
+    ("engine",): ENGINE_ARGUMENTS,
+    ("sampling",): SAMPLING_PARAMETERS,
+    ("sampling", "structured_outputs"): GRAMMAR_OPTIONS,
+}
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -103,6 +110,8 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> str:
     moved = {"engine": MOVED_ENGINE_KEYS, "sampling": MOVED_SAMPLING_KEYS}.get(str(path[0]), {})
     if key in moved:
         return f"belongs elsewhere: write {moved[key]}"
+    if instead := _FOREIGN.get(path[:-1], {}).get(key):
+        return f"is not offered: {instead}"
     homes = [home for home, model in _sections(root) if model is not here and key in _keys(model)]
     # What stands deep in a section is hardly meant for another one.
     if homes and len(path) <= _MISPLACED_DEPTH:

@@ -126,6 +126,12 @@ def test_text_that_yaml_takes_for_something_else_must_be_quoted(tmp_path):  # BG
             "9: engine.tensor_parallel_size: more than one device is not built",
         ),
         ("engine:\n  quantization: awq", "9: engine.quantization: quantization is not built yet"),
+        ("engine:\n  enforce_eager: true", "9: engine.enforce_eager: is not offered: nothing is captured"),
+        (
+            "sampling:\n  guided_json: {}",
+            "9: sampling.guided_json: is not offered: use structured_outputs: {j",
+        ),
+        ("sampling:\n  structured_outputs: {ebnf: x}", "9: sampling.structured_outputs.ebnf: is not offered"),
         ("engine: 3", "8: engine: must be a mapping of keys to values; got 3"),
         ("sampling:\n  top_p: 0", "9: sampling.top_p: must be above 0 and at most 1; got 0"),
         ("sampling:\n  skip_clone: true", "9: sampling.skip_clone: is not offered (got True); leave it out"),
