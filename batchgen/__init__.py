@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from batchgen.sampling_params import (
         BeamSearchParams,
-        RepetitionDetection,
+        RepetitionDetectionParams,
         RequestOutputKind,
         SamplingParams,
         StructuredOutputsParams,
@@ -46,7 +46,7 @@ _HOMES = {
     "FlatLogprobs": "batchgen.outputs",
     "LLM": "batchgen.api.llm",
     "Logprob": "batchgen.outputs",
-    "RepetitionDetection": "batchgen.sampling_params",
+    "RepetitionDetectionParams": "batchgen.sampling_params",
     "RequestOutput": "batchgen.outputs",
     "RequestOutputKind": "batchgen.sampling_params",
     "SamplingParams": "batchgen.sampling_params",
@@ -66,7 +66,7 @@ __all__ = [
     "CompletionOutput",
     "FlatLogprobs",
     "Logprob",
-    "RepetitionDetection",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -85,4 +85,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted(__all__)

@@ -19,7 +19,7 @@ from batchgen.field_rules import (
     or_none,
     whole,
 )
-from batchgen.sampling_parts import RepetitionDetection, RequestOutputKind, StructuredOutputsParams
+from batchgen.sampling_parts import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from batchgen.engine.messages import EngineInfo
@@ -105,7 +105,7 @@ _RULES: dict[str, Rule] = {
         instance(StructuredOutputsParams, "a StructuredOutputsParams or a mapping of its fields")
     ),
     "repetition_detection": or_none(
-        instance(RepetitionDetection, "a RepetitionDetection or a mapping of its fields")
+        instance(RepetitionDetectionParams, "a RepetitionDetectionParams or a mapping of its fields")
     ),
     "skip_reading_prefix_cache": FLAG_OR_NONE,
     "output_kind": instance(RequestOutputKind, "a RequestOutputKind"),

@@ -10,7 +10,7 @@ from batchgen.foreign_names import SAMPLING_PARAMETERS, refuse_unknown
 from batchgen.sampling_checks import GREEDY_BELOW, REFUSED, check_each, check_together
 from batchgen.sampling_parts import (
     BeamSearchParams,
-    RepetitionDetection,
+    RepetitionDetectionParams,
     RequestOutputKind,
     StructuredOutputsParams,
 )
@@ -19,7 +19,7 @@ __all__ = [
     "GREEDY_BELOW",
     "REFUSED",
     "BeamSearchParams",
-    "RepetitionDetection",
+    "RepetitionDetectionParams",
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -32,9 +32,9 @@ _TUPLES = (
     "stop", "bad_words", "stop_token_ids", "allowed_token_ids", "logprob_token_ids",
     "prompt_logprob_token_ids",
 )  # fmt: skip
-_PARTS: dict[str, type[StructuredOutputsParams] | type[RepetitionDetection]] = {
+_PARTS: dict[str, type[StructuredOutputsParams] | type[RepetitionDetectionParams]] = {
     "structured_outputs": StructuredOutputsParams,
-    "repetition_detection": RepetitionDetection,
+    "repetition_detection": RepetitionDetectionParams,
 }
 
 
@@ -84,7 +84,7 @@ class SamplingParams:
     prompt_logprob_start: int | None = None
     flat_logprobs: bool = False
     structured_outputs: StructuredOutputsParams | None = None
-    repetition_detection: RepetitionDetection | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     thinking_token_budget: int | None = None
     truncate_prompt_tokens: int | None = None
     stream_interval: int | None = None
@@ -122,7 +122,7 @@ class SamplingParams:
         for name, part in _PARTS.items():
             if isinstance(value := getattr(self, name), Mapping):
                 put(name, part.from_mapping(value, name))
-        if self.repetition_detection == RepetitionDetection(max_pattern_size=0):
+        if self.repetition_detection == RepetitionDetectionParams(max_pattern_size=0):
             put("repetition_detection", None)
         if self.seed == -1:
             put("seed", None)
@@ -218,7 +218,7 @@ class SamplingParams:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, StructuredOutputsParams | RepetitionDetection):
+    if isinstance(value, StructuredOutputsParams | RepetitionDetectionParams):
         return value.to_mapping()
     return list(value) if isinstance(value, tuple) else value
 

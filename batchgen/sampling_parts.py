@@ -142,7 +142,7 @@ def _schema(given: Any) -> Any:
 
 @refuse_unknown("field of repetition_detection", {})
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepetitionDetection(_Part):
+class RepetitionDetectionParams(_Part):
     """Ends a sample whose last tokens are one pattern again and again; finish reason `repetition`.
 
     Args:

@@ -12,7 +12,7 @@ from batchgen.jobs.field_types import Text, field_type
 from batchgen.jobs.section import Section, refuse
 from batchgen.sampling_params import (
     GREEDY_BELOW,
-    RepetitionDetection,
+    RepetitionDetectionParams,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -111,7 +111,7 @@ def _part_section(part: type) -> type[PartSection]:
 
 PARTS = {
     "structured_outputs": _part_section(StructuredOutputsParams),
-    "repetition_detection": _part_section(RepetitionDetection),
+    "repetition_detection": _part_section(RepetitionDetectionParams),
 }
 
 

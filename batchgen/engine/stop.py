@@ -10,7 +10,7 @@ from typing import NamedTuple
 from batchgen.engine.request import Request
 from batchgen.engine.sequence import Sequence
 from batchgen.outputs import FinishReason
-from batchgen.sampling_parts import RepetitionDetection
+from batchgen.sampling_parts import RepetitionDetectionParams
 
 
 class Stop(NamedTuple):
@@ -51,7 +51,7 @@ def check_stop(sequence: Sequence, is_complete: bool = False) -> Stop | None:
     return None
 
 
-def repeats(token_ids: "array[int]", start: int, detection: RepetitionDetection) -> bool:
+def repeats(token_ids: "array[int]", start: int, detection: RepetitionDetectionParams) -> bool:
     """Whether the generated tokens, from `start` on, end in one pattern `min_count` times or more."""
     num_generated = len(token_ids) - start
     for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):

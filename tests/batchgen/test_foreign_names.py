@@ -10,7 +10,7 @@ from batchgen import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from batchgen.config import EngineConfig, engine_arg_homes
 from batchgen.errors import ConfigError, UnknownNameError
 from batchgen.foreign_names import ENGINE_ARGUMENTS, GRAMMAR_OPTIONS, METHODS, SAMPLING_PARAMETERS
-from batchgen.sampling_params import RepetitionDetection
+from batchgen.sampling_params import RepetitionDetectionParams
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_ARGUMENTS))
@@ -47,7 +47,7 @@ def test_no_name_of_ours_is_called_foreign() -> None:
             {"json": {}, "backend": "x"},
             "'backend' is not offered: there is one backend",
         ),
-        (RepetitionDetection, {"max_patern_size": 3}, "did you mean 'max_pattern_size'"),
+        (RepetitionDetectionParams, {"max_patern_size": 3}, "did you mean 'max_pattern_size'"),
         (BeamSearchParams, {"beam_width": 2, "max_tokens": 3, "beams": 4}, "unknown field of a beam search"),
     ],
 )

@@ -14,7 +14,7 @@ from batchgen.sampling_checks import check_engine_limits
 from batchgen.sampling_params import (
     REFUSED,
     BeamSearchParams,
-    RepetitionDetection,
+    RepetitionDetectionParams,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -152,7 +152,7 @@ def test_a_mapping_stands_for_its_part() -> None:
     schema = {"type": "object"}
     params = SamplingParams(structured_outputs={"json": schema}, repetition_detection={"max_pattern_size": 4})
     assert params.structured_outputs == StructuredOutputsParams(json=schema)
-    assert params.repetition_detection == RepetitionDetection(max_pattern_size=4)
+    assert params.repetition_detection == RepetitionDetectionParams(max_pattern_size=4)
     assert SamplingParams(repetition_detection={}).repetition_detection is None, "0 looks for none"
     with pytest.raises(UnknownNameError, match="'jsn'; did you mean 'json'"):
         SamplingParams(structured_outputs={"jsn": {}})

@@ -10,7 +10,7 @@ from batchgen.engine.scheduler_output import GrammarState, SchedulerOutput, Step
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.stop import check_stop, repeats
 from batchgen.outputs import FailureCode, RowFailure
-from batchgen.sampling_parts import RepetitionDetection
+from batchgen.sampling_parts import RepetitionDetectionParams
 
 MakeSequence = Callable[..., Sequence]
 
@@ -23,7 +23,7 @@ def ended(make_sequence: MakeSequence, tokens: list[int], is_complete: bool = Fa
     return None if stop is None else (str(stop.finish_reason), stop.stop_reason)
 
 
-AGAIN = RepetitionDetection(max_pattern_size=2, min_count=3)
+AGAIN = RepetitionDetectionParams(max_pattern_size=2, min_count=3)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,9 @@ def test_reasons_come_in_their_order(
 def test_a_pattern_must_stand_at_the_end_so_many_times(
     tokens: list[int], largest: int, smallest: int, count: int, right: bool
 ) -> None:
-    detection = RepetitionDetection(max_pattern_size=largest, min_pattern_size=smallest, min_count=count)
+    detection = RepetitionDetectionParams(
+        max_pattern_size=largest, min_pattern_size=smallest, min_count=count
+    )
     assert repeats(array("i", [*[7] * 9, *tokens]), 9, detection) is right
 
 

@@ -9,7 +9,7 @@ from batchgen.errors import ConfigError, InputError, ModelError, SourceError, Te
 from batchgen.jobs.prepare import prepare
 from batchgen.jobs.settings_sections import MOVED_ENGINE_KEYS, EngineSpec, SamplingSpec
 from batchgen.jobs.spec import JobSpec, load_spec
-from batchgen.sampling_params import RepetitionDetection, SamplingParams, StructuredOutputsParams
+from batchgen.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 
 JOB = """\
 model: some/model
@@ -73,7 +73,7 @@ def test_a_grammar_is_written_inline_and_survives_overrides(tmp_path):
     wanted = {"type": "object", "properties": {"b": {}, "a": {"enum": ["on", 1]}}}
     assert given["structured_outputs"] == StructuredOutputsParams(json=wanted)
     assert list(given["structured_outputs"].json["properties"]) == ["b", "a"]
-    assert given["repetition_detection"] == RepetitionDetection(min_count=4)
+    assert given["repetition_detection"] == RepetitionDetectionParams(min_count=4)
     assert given["best_of"] == 3
 
 
