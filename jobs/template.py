@@ -62,9 +62,8 @@ class RowTemplate:
             return text
         except NullColumnError as error:
             raise RowTemplateError(FailureCode.NULL_PROMPT, f"{self.place}: {error.message}") from None
-        except (
-            Exception
-        ) as error:  # a template is the user's function: whatever it raises is the row's failure
+        # A template is the user's function: whatever it raises is the row's failure.
+        except Exception as error:
             what = (
                 error.message
                 if isinstance(error, jinja2.TemplateError)

@@ -12,8 +12,7 @@ class BlockPool:
     """Blocks 0 to `num_blocks - 1` with reference counts.
 
     A block with no holder is free. A free block whose content is known (it has a key) stays usable as cache
-    until
-    it is handed out again: blocks without content go first, then the least recently released.
+    until it is handed out again: blocks without content go first, then the least recently released.
 
     Args:
         num_blocks: size of the pool.

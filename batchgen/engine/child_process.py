@@ -31,10 +31,8 @@ class ChildProcess:
     """A running `python -m batchgen.engine.child`.
 
     Three threads serve it: one starts it, reads its packets and learns of its end; one writes, taking
-        together what
-    has gathered; one reads its stderr and passes log lines on to our own loggers. Queues in both directions
-    are
-    bounded: a caller that does not read stops the engine, not the memory.
+    together what has gathered; one reads its stderr and passes log lines on to our own loggers. Queues in
+    both directions are bounded: a caller that does not read stops the engine, not the memory.
     """
 
     def __init__(self, hello: Any):

@@ -30,8 +30,7 @@ class Detokenizer:
     all ids, which begins with `text` except for decoders that rewrite what they have written.
 
     Only a window of the last ids is decoded anew for each one: those since the last whole character, and
-        before them
-    those that made that one, because some decoders treat the first id differently.
+    before them those that made that one, because some decoders treat the first id differently.
     """
 
     def __init__(
@@ -93,8 +92,7 @@ class StopStrings:
     """Looks for stop strings in a text that grows at its end.
 
     Of several that occur, the one that is complete first wins, and of those the longest: as if characters
-        came one
-    by one, so that the cut does not depend on how the model spells the text in tokens.
+    came one by one, so that the cut does not depend on how the model spells the text in tokens.
     """
 
     def __init__(self, stops: Sequence[str]):
