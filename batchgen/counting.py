@@ -1,7 +1,7 @@
 """CountingExecutor: an executor without a model, whose tokens are right only if every KV block is.
 
 For tests of the engine: `ChildClient(..., executor="batchgen.counting:load_counting")` runs it in a real
-    child.
+child.
 """
 
 import os
