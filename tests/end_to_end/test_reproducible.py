@@ -93,8 +93,8 @@ class FreeDrafts:
     def seconds(self, num_tokens: int) -> float:
         return 1.0
 
-    def is_known(self, least: int, most: int) -> bool:
-        return True
+    def more_s(self, num_tokens: int, most: int) -> float:
+        return 0.0
 
 
 @pytest.fixture(autouse=True)
