@@ -2,9 +2,8 @@
 
     python -m benchmarks.engine.bench_speculation --batches 1,8,64 --repeat 3
 
-The model continues the second copy of a text whose first copy is before it, greedily, which drafts well; and
-plain beginnings of texts at temperature 1, which draft badly. Two engines take turns on the same requests;
-the tokens must be equal.
+The model continues the third copy of a text, greedily, which drafts well; and plain beginnings of texts at
+temperature 1, which draft badly. Two engines take turns on the same requests; the tokens must be equal.
 """
 
 import argparse
@@ -18,12 +17,12 @@ from benchmarks.engine.example_texts import beginnings, example_texts
 
 
 def copies(tokenizer: Any, count: int) -> list[dict[str, list[int]]]:
-    """A text, and its beginning again."""
+    """A text twice, and its beginning again."""
     prompts = []
     for text in example_texts():
-        ids = list(tokenizer.encode(text))[:160]
-        if len(ids) == 160:
-            prompts.append({"prompt_token_ids": ids + ids[:24]})
+        ids = list(tokenizer.encode(text))[:128]
+        if len(ids) == 128:
+            prompts.append({"prompt_token_ids": ids * 2 + ids[:16]})
     return (prompts * (count // len(prompts) + 1))[:count]
 
 
