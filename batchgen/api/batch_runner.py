@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from tqdm.auto import tqdm
-
+from batchgen.api.progress_bar import ProgressBar
 from batchgen.api.stats_log import StatsLog
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import EngineRequest, EngineStats
@@ -37,18 +36,20 @@ class BatchRunner:
         self._is_asleep = False
         self._enqueued: dict[str, RequestOutput | None] = {}
 
-    def run(self, requests: Iterator[EngineRequest], total: int, use_tqdm: bool) -> list[RequestOutput]:
-        """Hand `total` requests over as there is room, and wait for all.
+    def run(self, requests: Iterator[EngineRequest], total: int, bar: ProgressBar) -> list[RequestOutput]:
+        """Hand `total` requests over as there is room, and wait for all; `bar` is told of each that is done.
 
         Whatever ends it early takes its requests out of the engine.
 
         Raises:
             EngineError: the engine died, or sleeps.
         """
-        with self._is_busy, self._bar(total, use_tqdm) as bar:
+        with self._is_busy:
             self._check_awake()
             outputs: dict[str, RequestOutput | None] = {}  # in the order of the requests
-            window = _WINDOW_PER_SEQ * max(1, self.engine.stats().max_num_seqs)
+            stats = self.engine.stats()
+            bar.see(stats)
+            window = _WINDOW_PER_SEQ * max(1, stats.max_num_seqs)
             num_done = 0
             with self._aborting(outputs):
                 while num_done < total:
@@ -70,12 +71,20 @@ class BatchRunner:
                 ids.append(request.request_id)
             return ids
 
-    def wait(self, use_tqdm: bool) -> list[RequestOutput]:
+    @property
+    def num_enqueued(self) -> int:
+        """Requests that `wait` gives the outputs of."""
+        return len(self._enqueued)
+
+    def wait(self, bar: ProgressBar) -> list[RequestOutput]:
         """The outputs of all that was enqueued since the last time, in that order."""
-        with self._is_busy, self._bar(len(self._enqueued), use_tqdm) as bar:
+        with self._is_busy:
             self._check_awake()
+            bar.see(self.engine.stats())
             with self._aborting(self._enqueued):
-                bar.update(sum(output is not None for output in self._enqueued.values()))
+                for output in self._enqueued.values():
+                    if output is not None:
+                        bar.add(output)
                 while None in self._enqueued.values():
                     self._take(self._enqueued, bar)
             outputs, self._enqueued = self._enqueued, {}
@@ -111,7 +120,7 @@ class BatchRunner:
         finally:
             self._is_busy.release()
 
-    def _take(self, outputs: dict[str, RequestOutput | None], bar: "_Bar") -> int:
+    def _take(self, outputs: dict[str, RequestOutput | None], bar: ProgressBar) -> int:
         """Take in what has finished; how many of `outputs` that was."""
         count = 0
         for output in self.engine.poll(_STATS_S):
@@ -126,16 +135,12 @@ class BatchRunner:
             # Otherwise an interrupted call has left it behind.
         self._newest_stats = self.engine.stats()
         self._stats_log.see(self._newest_stats)
+        bar.see(self._newest_stats)
         return count
 
     def _check_awake(self) -> None:
         if self._is_asleep:
             raise EngineError("the engine sleeps; call wake_up() first")
-
-    @contextmanager
-    def _bar(self, total: int, use_tqdm: bool) -> "Iterator[_Bar]":
-        with tqdm(total=total, disable=not use_tqdm, unit="prompt", dynamic_ncols=True) as bar:
-            yield _Bar(bar)
 
     @contextmanager
     def _aborting(self, outputs: dict[str, RequestOutput | None]) -> Iterator[None]:
@@ -149,21 +154,3 @@ class BatchRunner:
             if outputs is self._enqueued:
                 self._enqueued = {}
             raise
-
-
-class _Bar:
-    """The progress bar: prompts done, and tokens a second."""
-
-    def __init__(self, bar: "tqdm[None]"):
-        self._bar = bar
-        self._num_tokens = 0
-
-    def update(self, count: int) -> None:
-        self._bar.update(count)
-
-    def add(self, output: RequestOutput) -> None:
-        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        self._bar.update()
-        elapsed = self._bar.format_dict["elapsed"]
-        if elapsed:
-            self._bar.set_postfix_str(f"{self._num_tokens / elapsed:.0f} tokens/s", refresh=False)

@@ -1,5 +1,6 @@
 """Caller: what LLM and AsyncLLM share: the tokenizer, the parameters that hold, and prompts as requests."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
@@ -15,11 +16,14 @@ from batchgen.engine.start import start_engine
 from batchgen.errors import ConfigError, InputError
 from batchgen.field_rules import is_whole, plain
 from batchgen.models.location import resolve_model
+from batchgen.outputs import RequestOutput, ScoreOutput
 from batchgen.sampling_checks import check_engine_limits
 from batchgen.sampling_defaults import effective_params, generation_defaults
 from batchgen.sampling_params import SamplingParams
 from batchgen.seeds import row_seed
 from batchgen.tokenizer import Tokenizer, tokenizer_of
+
+log = logging.getLogger(__name__)
 
 # What `wake_up` may be asked for; both wake together.
 _TAGS = ("weights", "kv_cache")
@@ -149,6 +153,17 @@ def chat_options(
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
     }
+
+
+def warn_of_failures(outputs: Sequence[RequestOutput | ScoreOutput]) -> None:
+    """Say once for a call that some of it could not be served: an empty text alone is easily overlooked."""
+    failed = [(number, output.error) for number, output in enumerate(outputs) if output.error is not None]
+    if failed:
+        number, error = failed[0]
+        log.warning(
+            "%d of %d prompts failed (each output has its `error`), first prompt %d with %s: %s",
+            len(failed), len(outputs), number, error.code, error.message,
+        )  # fmt: skip
 
 
 def check_request_id(request_id: object) -> None:

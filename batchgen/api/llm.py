@@ -5,9 +5,10 @@ from typing import Any
 
 from batchgen.api.batch_runner import BatchRunner
 from batchgen.api.beams import beam_output, beam_params
-from batchgen.api.caller import Caller, chat_options, check_level, check_tags
+from batchgen.api.caller import Caller, chat_options, check_level, check_tags, warn_of_failures
+from batchgen.api.progress_bar import progress_bar
 from batchgen.api.prompt_forms import Messages, Prompt, Read, one_each, read_prompt, read_prompts
-from batchgen.api.scoring import make_pairs, score_output, waves
+from batchgen.api.scoring import make_pairs, score_pairs
 from batchgen.api.stats_log import StatsLog
 from batchgen.byte_tokenizer import ByteTokenizer
 from batchgen.config import EngineConfig
@@ -136,16 +137,14 @@ class LLM:
             ConfigError: another number of prompts than continuations, or one without tokens.
         """
         pairs = make_pairs(read_prompts(prompts), read_prompts(continuations), self._caller.tokenizer.encode)
-        found: dict[int, ScoreOutput] = {}
-        for numbers in waves(pairs):
-            outputs = self._generate(
-                [pairs[number].prompt for number in numbers],
-                [pairs[number].params for number in numbers],
-                use_tqdm,
-            )
-            for number, output in zip(numbers, outputs, strict=True):
-                found[number] = score_output(pairs[number], output)
-        return [found[number] for number in range(len(pairs))]
+        with progress_bar(len(pairs), use_tqdm, "score") as bar:
+
+            def run(prompts: Sequence[Read], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+                return self._runner.run(self._requests(prompts, params, None), len(prompts), bar)
+
+            scores = score_pairs(pairs, run)
+        warn_of_failures(scores)
+        return scores
 
     def enqueue(
         self,
@@ -187,7 +186,10 @@ class LLM:
 
     def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
         """The outputs of all prompts enqueued since the last time, in that order."""
-        return self._runner.wait(use_tqdm)
+        with progress_bar(self._runner.num_enqueued, use_tqdm) as bar:
+            outputs = self._runner.wait(bar)
+        warn_of_failures(outputs)
+        return outputs
 
     def get_tokenizer(self) -> Tokenizer | ByteTokenizer:
         """The tokenizer that prompts go through."""
@@ -249,7 +251,8 @@ class LLM:
         request = self._caller.request(
             read_prompt(prompt), SamplingParams(temperature=0, max_tokens=1), is_pinned=True
         )
-        (output,) = self._runner.run(iter([request]), 1, False)
+        with progress_bar(1, False) as bar:
+            (output,) = self._runner.run(iter([request]), 1, bar)
         if output.error is not None:
             raise ConfigError(f"the prompt cannot be pinned: {output.error.message}")
         return request.request_id
@@ -276,7 +279,10 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         requests = self._requests(prompts, sampling_params, priority)
-        return self._runner.run(requests, len(prompts), use_tqdm)
+        with progress_bar(len(prompts), use_tqdm) as bar:
+            outputs = self._runner.run(requests, len(prompts), bar)
+        warn_of_failures(outputs)
+        return outputs
 
     def _requests(
         self, prompts: Sequence[Read], sampling_params: Params, priority: Sequence[int] | None

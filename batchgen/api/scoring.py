@@ -53,6 +53,12 @@ def make_pairs(
     pairs = []
     for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
         pair = _pair(prompt, continuation, encode)
+        if pair.start == 0 and prompt.text:
+            both = f"{prompt.text}{continuation.text or ''}"
+            raise ConfigError(
+                f"pair {number}: the first token of {both!r:.60} reaches from prompt to continuation; "
+                f"a score needs a token before it: begin the continuation with a space, or give token ids"
+            )
         if pair.start == 0 or pair.start == len(pair.ids):
             what = "prompt" if pair.start == 0 else "continuation"
             raise ConfigError(f"pair {number}: the {what} has no tokens; a score needs at least one of both")
@@ -76,6 +82,19 @@ def _pair(prompt: Read, continuation: Read, encode: Callable[..., list[int]]) ->
     return Pair(first + rest, len(first))
 
 
+def score_pairs(
+    pairs: Sequence[Pair],
+    run: Callable[[Sequence[Read], Sequence[SamplingParams]], Sequence[RequestOutput]],
+) -> list[ScoreOutput]:
+    """The score of each pair, by way of `run`, which generates for prompts with a parameter set each."""
+    found: dict[int, ScoreOutput] = {}
+    for numbers in waves(pairs):
+        outputs = run([pairs[each].prompt for each in numbers], [pairs[each].params for each in numbers])
+        for number, output in zip(numbers, outputs, strict=True):
+            found[number] = _score_output(pairs[number], output)
+    return [found[number] for number in range(len(pairs))]
+
+
 def waves(pairs: Sequence[Pair]) -> Iterable[list[int]]:
     """The pairs' numbers in batches: of a prompt that several share, the first alone, then the others.
 
@@ -92,7 +111,7 @@ def waves(pairs: Sequence[Pair]) -> Iterable[list[int]]:
             yield rest
 
 
-def score_output(pair: Pair, output: RequestOutput) -> ScoreOutput:
+def _score_output(pair: Pair, output: RequestOutput) -> ScoreOutput:
     """What the engine said of a pair."""
     given, continuation = pair.ids[: pair.start], pair.ids[pair.start :]
     if output.error is not None or output.prompt_logprobs is None:

@@ -365,6 +365,8 @@ def test_pairs_that_cannot_be_scored_are_refused(llm) -> None:
         llm.score(["a", "b"], ["x", ""], use_tqdm=False)
     with pytest.raises(ConfigError, match="pair 0: the prompt has no tokens"):
         llm.score([[]], [[1]], use_tqdm=False)
+    with pytest.raises(ConfigError, match="pair 0: the first token of 'ax' reaches from prompt to cont"):
+        make_pairs([Read("a")], [Read("x")], lambda text, **_: [len(text)])
 
 
 def test_a_score_that_the_engine_refuses_says_so() -> None:
