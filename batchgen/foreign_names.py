@@ -6,7 +6,7 @@ Whoever refuses an unknown name looks here first; docs/vllm.md says the same of 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from batchgen.errors import UnknownNameError
 
@@ -103,6 +103,13 @@ METHODS: dict[str, str] = {
     "model_config": "'config' has the arguments as given, 'info' what they came to",
 }
 
+ASYNC_METHODS: dict[str, str] = METHODS | {
+    "add_request": "use generate, whose outputs come as it is iterated over",
+    "beam_search": "use generate with SamplingParams(use_beam_search=True, temperature=0, n=...)",
+    "score": "use LLM.score, or generate with prompt_logprobs",
+    "pin_prefix": "use LLM.pin_prefix",
+}
+
 T = TypeVar("T")
 
 
@@ -129,3 +136,17 @@ def refuse_unknown(what: str, instead: Mapping[str, str]) -> Callable[[type[T]],
         return cls
 
     return decorate
+
+
+class WithoutForeignMethods:
+    """A class whose `_not_offered` says of other tools' methods what to do here, when one is asked for."""
+
+    _not_offered: Mapping[str, str] = METHODS
+
+    if not TYPE_CHECKING:  # a type checker shall go on finding names that are not there
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            if name in self._not_offered:
+                raise AttributeError(f"{kind}.{name} is not offered: {self._not_offered[name]}")
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)

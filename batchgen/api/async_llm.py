@@ -14,6 +14,7 @@ from batchgen.byte_tokenizer import ByteTokenizer
 from batchgen.config import EngineConfig
 from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats
 from batchgen.errors import ConfigError, EngineError
+from batchgen.foreign_names import ASYNC_METHODS, WithoutForeignMethods
 from batchgen.outputs import RequestOutput
 from batchgen.sampling_params import RequestOutputKind, SamplingParams
 from batchgen.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ from batchgen.tokenizer import Tokenizer
 _LONG_TEXT = 4096
 
 
-class AsyncLLM:
+class AsyncLLM(WithoutForeignMethods):
     """A model and the engine that runs it, for event loops: one thread talks to the engine, no loop waits.
 
     `AsyncLLM(...)` waits until the model is loaded; `await AsyncLLM.start(...)` lets the loop go on. Serves
@@ -37,6 +38,8 @@ class AsyncLLM:
         ConfigError, ModelError, CapacityError: before or while the model loads.
         EngineError: in everyone who waits, once the engine has died; `in_flight` then says who that was.
     """
+
+    _not_offered = ASYNC_METHODS
 
     def __init__(self, model: str, *, in_process: bool = False, **engine_args: Any):
         self._caller = Caller("AsyncLLM", model, engine_args)

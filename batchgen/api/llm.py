@@ -14,6 +14,7 @@ from batchgen.byte_tokenizer import ByteTokenizer
 from batchgen.config import EngineConfig
 from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats
 from batchgen.errors import ConfigError
+from batchgen.foreign_names import WithoutForeignMethods
 from batchgen.outputs import BeamSearchOutput, RequestOutput, ScoreOutput
 from batchgen.sampling_params import BeamSearchParams, SamplingParams
 from batchgen.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ from batchgen.tokenizer import Tokenizer
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class LLM:
+class LLM(WithoutForeignMethods):
     """A model and the engine that runs it. The engine lives in a child process and dies with this one.
 
     May be used from several threads, and inside a running event loop: calls run one after the other.

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
-from batchgen import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from batchgen import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from batchgen.config import EngineConfig, engine_arg_homes
 from batchgen.errors import ConfigError, UnknownNameError
-from batchgen.foreign_names import ENGINE_ARGUMENTS, GRAMMAR_OPTIONS, METHODS, SAMPLING_PARAMETERS
+from batchgen.foreign_names import (
+    ASYNC_METHODS,
+    ENGINE_ARGUMENTS,
+    GRAMMAR_OPTIONS,
+    METHODS,
+    SAMPLING_PARAMETERS,
+)
 from batchgen.sampling_params import RepetitionDetectionParams
 
 
@@ -30,7 +36,6 @@ def test_no_name_of_ours_is_called_foreign() -> None:
     assert not set(ENGINE_ARGUMENTS) & set(engine_arg_homes())
     assert not set(SAMPLING_PARAMETERS) & {spec.name for spec in fields(SamplingParams)}
     assert not set(GRAMMAR_OPTIONS) & {spec.name for spec in fields(StructuredOutputsParams)}
-    assert not {name for name in METHODS if "__" in name}
 
 
 @pytest.mark.parametrize(
@@ -69,3 +74,19 @@ def test_checked_classes_are_plain_dataclasses_otherwise() -> None:
     assert pickle.loads(pickle.dumps(params)) == params
     with pytest.raises(TypeError, match="missing"):
         BeamSearchParams(beam_width=2)  # type: ignore[call-arg]
+
+
+def test_methods_of_elsewhere_are_refused_with_what_to_do() -> None:
+    with LLM("echo:") as llm:
+        for name, instead in METHODS.items():
+            with pytest.raises(AttributeError) as refused:
+                getattr(llm, name)
+            assert str(refused.value) == f"LLM.{name} is not offered: {instead}"
+        with pytest.raises(AttributeError, match="'LLM' object has no attribute 'genrate'"):
+            llm.genrate  # type: ignore[attr-defined]  # noqa: B018
+        assert not hasattr(llm, "__array__")  # numpy and others ask for such names
+
+
+def test_no_method_of_ours_is_called_foreign() -> None:
+    assert not [name for name in METHODS if hasattr(LLM, name)]
+    assert not [name for name in ASYNC_METHODS if hasattr(AsyncLLM, name)]
