@@ -3,8 +3,8 @@
     python -m benchmarks.engine.bench_reproducible --batches 1,8,64 --repeat 3
 
 Everything but the linear layers is the same. torch's products (oneDNN, with the weight reordered once) are
-the fastest that a library has here, and change bits with the number of rows; ours do not. Two engines in this
-process take turns on the same requests, greedily; the line also says how many rows came out with other tokens.
+the fastest that a library has here, and change bits with the number of rows; ours do not. Two engines take
+turns on the same requests, greedily; the line also says how many rows came out with other tokens.
 """
 
 import argparse
