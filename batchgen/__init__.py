@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from batchgen.api.async_llm import AsyncLLM
     from batchgen.api.jobs import run_job
     from batchgen.api.llm import LLM
+    from batchgen.api.prompt_forms import TextPrompt, TokensPrompt
     from batchgen.errors import BatchgenError
     from batchgen.outputs import (
         BeamSearchOutput,
@@ -52,6 +53,8 @@ _HOMES = {
     "SamplingParams": "batchgen.sampling_params",
     "ScoreOutput": "batchgen.outputs",
     "StructuredOutputsParams": "batchgen.sampling_params",
+    "TextPrompt": "batchgen.api.prompt_forms",
+    "TokensPrompt": "batchgen.api.prompt_forms",
     "__version__": "batchgen.version",
     "run_job": "batchgen.api.jobs",
 }
@@ -72,6 +75,8 @@ __all__ = [
     "SamplingParams",
     "ScoreOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
     "run_job",
 ]

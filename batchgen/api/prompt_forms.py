@@ -2,13 +2,29 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
 from batchgen.engine.messages import pack_ids
 from batchgen.errors import ConfigError, UnknownNameError
 from batchgen.field_rules import plain
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+
+class TextPrompt(TypedDict):
+    """A prompt as a text. `cache_salt` keeps its blocks in the prefix cache apart from those of others."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; its text, if given, is only handed back."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -50,8 +66,11 @@ def read_prompt(prompt: Any) -> Read:
     """The prompt of a call that takes one.
 
     Raises:
-        ConfigError: something that is no prompt.
+        ConfigError: something that is no prompt, or a list of prompts.
     """
+    prompt = _plain(prompt)
+    if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], Integral):
+        raise ConfigError(f"one prompt is taken at a time, {_FORMS}; got a list with {prompt[0]!r:.50}")
     return _read(prompt, 0)
 
 
@@ -124,8 +143,15 @@ def _packed(ids: Any, number: int) -> bytes:
         raise ConfigError(f"prompt {number} must be {_FORMS}; got {type(ids).__name__}")
     try:
         return pack_ids(ids)
-    except (TypeError, OverflowError) as error:
-        raise ConfigError(f"prompt {number}: token ids must be whole numbers of 32 bits ({error})") from error
+    except (TypeError, OverflowError):
+        wrong = next((each for each in ids if not _is_id(each)), ids)
+        raise ConfigError(
+            f"prompt {number}: token ids must be whole numbers of 32 bits; got {wrong!r:.50}"
+        ) from None
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, Integral) and -(2**31) <= int(value) < 2**31
 
 
 def _plain(value: Any) -> Any:

@@ -110,6 +110,11 @@ def test_wrong_prompts_and_settings_are_refused(llm) -> None:
     for wrong in (None, 5, b"abc", ["a", None], [[1.5]], [[2**40]], {"prompt_token_ids": "abc"}):
         with pytest.raises(ConfigError, match=r"prompts? .*must be|prompt 0: token ids must be"):
             llm.generate(wrong, GREEDY, use_tqdm=False)
+    with pytest.raises(ConfigError, match="prompt 1: token ids must be whole numbers of 32 bits; got 'a'"):
+        llm.generate([[1], [1, "a"]], GREEDY, use_tqdm=False)
+    for wrong in (["a", "b"], [{"prompt": "a"}], [[1]]):
+        with pytest.raises(ConfigError, match=r"one prompt is taken at a time, .* got a list with"):
+            llm.pin_prefix(wrong)
     for wrong in ({"temperature": 0}, 5, "x", [GREEDY, None]):
         with pytest.raises(ConfigError, match="sampling_params must be SamplingParams"):
             llm.generate(["a", "b"], wrong, use_tqdm=False)
