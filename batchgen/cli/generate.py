@@ -38,7 +38,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text to stop before; may be given several times.")
     ] = None,
-    n: Annotated[int, typer.Option("-n", min=1, help="How many texts.")] = 1,
+    n: Annotated[int | None, typer.Option("-n", min=1, help="How many texts. Default: 1.")] = None,
     beam_width: Annotated[
         int | None, typer.Option(min=1, help="Search so many beams; the texts, best first.")
     ] = None,
@@ -54,6 +54,10 @@ def generate(
     regex: Annotated[str | None, typer.Option(help="The whole text matches it.")] = None,
     choice: Annotated[
         list[str] | None, typer.Option(help="The text is one of these; may be given several times.")
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(help="A grammar in Lark's syntax or GBNF, or a file with one; the text conforms to it."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -71,8 +75,10 @@ def generate(
     engine_args, given = _settings(settings or [])
     flags: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     flags |= {"seed": seed, "max_tokens": max_tokens, "stop": stop or None, "n": n, "logprobs": logprobs}
-    flags |= _beams(beam_width, n) | _grammar(json_schema, regex, choice)
+    flags |= _beams(beam_width, n, temperature)
     given |= {name: value for name, value in flags.items() if value is not None}
+    if rules := _grammar(json_schema, regex, choice, grammar):
+        given["structured_outputs"] = {**(given.get("structured_outputs") or {}), **rules}
 
     from batchgen.api.llm import LLM
 
@@ -105,29 +111,61 @@ def _settings(settings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         name, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {setting}: write it as key=value")
-        section, _, key = name.strip().rpartition(".")
-        if section not in ("", "engine", "sampling"):
+        section, dot, key = name.strip().partition(".")
+        if not dot:
+            section, key = "engine", section
+        if section not in ("engine", "sampling"):
             raise ConfigError(f"--set {setting}: there is engine.KEY and sampling.KEY here, not {section!r}")
-        (sampling if section == "sampling" else engine)[key] = parse_yaml(value, f"--set {setting}").data
+        _put(
+            sampling if section == "sampling" else engine,
+            key,
+            parse_yaml(value, f"--set {setting}").data,
+            setting,
+        )
     return engine, sampling
 
 
-def _beams(width: int | None, n: int) -> dict[str, Any]:
+def _put(target: dict[str, Any], key: str, value: Any, setting: str) -> None:
+    """Set a key, or one inside a mapping: `structured_outputs.regex`."""
+    *outer, last = key.split(".")
+    for name in outer:
+        target = target.setdefault(name, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"--set {setting}: {name} is set to {target!r:.40} and has no keys")
+    target[last] = value
+
+
+def _beams(width: int | None, n: int | None, temperature: float | None) -> dict[str, Any]:
     """What `--beam-width` stands for: as many texts as beams, unless `-n` says how many."""
     if width is None:
         return {}
-    return {"use_beam_search": True, "temperature": 0, "best_of": width, "n": n if n > 1 else width}
+    if n is not None and n > width:
+        raise ConfigError(f"-n {n} is more than --beam-width {width}; a search finds one text for each beam")
+    if temperature:
+        raise ConfigError(
+            f"--temperature {temperature} does not go with --beam-width: a search draws nothing"
+        )
+    return {"use_beam_search": True, "temperature": 0, "best_of": width, "n": n or width}
 
 
-def _grammar(json_schema: str | None, regex: str | None, choice: list[str] | None) -> dict[str, Any]:
-    given = {"json": json_schema, "regex": regex, "choice": choice or None}
+def _grammar(
+    json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> dict[str, Any]:
+    """What `structured_outputs` the flags stand for; {} for none."""
+    given = {"json": json_schema, "regex": regex, "choice": choice or None, "grammar": grammar}
     found = {name: value for name, value in given.items() if value is not None}
     if json_schema is not None and not json_schema.lstrip().startswith("{"):
         path = Path(json_schema)
         if not path.is_file():
             raise ConfigError(f"--json {json_schema}: neither a JSON schema nor a file that is there")
         found["json"] = path.read_text(encoding="utf-8")
-    return {"structured_outputs": found} if found else {}
+    # A grammar has a rule with a colon; what has none can only be a file.
+    if grammar is not None and ":" not in grammar:
+        path = Path(grammar)
+        if not path.is_file():
+            raise ConfigError(f"--grammar {grammar}: neither a grammar nor a file that is there")
+        found["grammar"] = path.read_text(encoding="utf-8")
+    return found
 
 
 def _params(llm: "LLM", given: dict[str, Any]) -> "SamplingParams":
@@ -164,8 +202,10 @@ def _generate(
 def _summarise(output: "RequestOutput", seconds: float) -> None:
     generated = sum(len(sample.token_ids) for sample in output.outputs)
     reasons = ", ".join(sample.finish_reason or "?" for sample in output.outputs)
+    is_cut = any(sample.valid is False for sample in output.outputs)
+    note = "; not valid, because cut short" if is_cut else ""
     typer.echo(
         f"{len(output.prompt_token_ids)} prompt tokens, {generated} generated in {seconds:.1f} s "
-        f"({generated / max(seconds, 1e-9):.1f} tokens/s); ended by {reasons}",
+        f"({generated / max(seconds, 1e-9):.1f} tokens/s); ended by {reasons}{note}",
         err=True,
     )

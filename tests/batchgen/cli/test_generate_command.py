@@ -55,9 +55,13 @@ def test_a_model_that_is_not_there(invoke) -> None:
 def test_sampling_parameters_by_their_names(invoke) -> None:
     done = invoke("generate", "-m", "echo:", "-p", "hello", "--no-chat", "--set", "sampling.max_tokens=3")
     assert done.out == "hel\n"
+    texts = invoke("generate", "-m", "echo:", "-p", "hi", "--no-chat", "--set", "sampling.n=3")
+    assert texts.out.count("hi") == 3
     for setting, words in [
         ("sampling.max_tokns=3", "did you mean 'max_tokens'"),
         ("sampling.presence_penalty=9", "'presence_penalty' must be from -2 to 2"),
+        ("sampling.structured_outputs.regx=x", "did you mean 'regex'"),
+        ("sampling.n.x=3", "'n' must be a whole number"),
         ("input.path=x", "there is engine.KEY and sampling.KEY here, not 'input'"),
     ]:
         wrong = invoke("generate", "-m", "echo:", "-p", "x", "--set", setting)
@@ -71,8 +75,13 @@ def test_beams_are_texts_best_first(invoke) -> None:
         "generate", "-m", "echo:", "-p", "hello", "--no-chat", "--beam-width", 3, "-n", 2, "--max-tokens", 4
     )
     assert two.out == "hell\n" * 2
-    wrong = invoke("generate", "-m", "echo:", "-p", "x", "--beam-width", 3, "--top-p", 0.5)
-    assert (wrong.code, "'use_beam_search' excludes 'top_p'" in wrong.err) == (2, True)
+    for flags, words in [
+        (["--top-p", 0.5], "'use_beam_search' excludes 'top_p'"),
+        (["--temperature", 0.5], "--temperature 0.5 does not go with --beam-width"),
+        (["-n", 4], "-n 4 is more than --beam-width 3"),
+    ]:
+        wrong = invoke("generate", "-m", "echo:", "-p", "x", "--beam-width", 3, *flags)
+        assert (wrong.code, words in wrong.err) == (2, True), wrong.err
 
 
 def test_log_probabilities_go_to_standard_error(invoke) -> None:
@@ -87,8 +96,13 @@ def test_a_grammar_from_the_command_line(invoke, tmp_path) -> None:
     schema.write_text('{"type": "object"}')
     for flags in (["--json", schema], ["--json", '{"type": "object"}'], ["--regex", "a+"], ["--choice", "a"]):
         assert invoke("generate", "-m", "echo:", "-p", "x", "--max-tokens", 1, *flags).code == 0
+    lark = tmp_path / "yes.lark"
+    lark.write_text('start: "yes"')
+    for given in (lark, 'start: "yes"', 'root ::= "yes"'):
+        assert invoke("generate", "-m", "echo:", "-p", "x", "--max-tokens", 1, "--grammar", given).code == 0
     for flags, words in [
         (["--json", "nowhere.json"], "neither a JSON schema nor a file"),
+        (["--grammar", "nowhere.lark"], "neither a grammar nor a file"),
         (["--regex", "a", "--choice", "a"], "got regex and choice"),
     ]:
         wrong = invoke("generate", "-m", "echo:", "-p", "x", *flags)
