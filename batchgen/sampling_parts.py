@@ -190,7 +190,7 @@ class BeamSearchParams:
         include_stop_str_in_output: keep the end-of-sequence token in `tokens`.
 
     Raises:
-        ConfigError: a width or a length below 1. The other values are checked by SamplingParams.
+        ConfigError: a width or a length below 1, a temperature. The other values are checked by SamplingParams.
     """
 
     beam_width: int
@@ -209,5 +209,9 @@ class BeamSearchParams:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"beam search: {name!r} must be a whole number, 1 or more; got {value!r}")
+        if self.temperature != 0:
+            raise ConfigError(
+                f"beam search: 'temperature' must be 0, for a search draws nothing; got {self.temperature!r:.40}"
+            )
         if self.watermarking is not None:
             raise ConfigError("beam search: 'watermarking' is not offered; leave it out")

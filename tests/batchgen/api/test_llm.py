@@ -403,8 +403,8 @@ def test_beams_in_vllms_form(llm) -> None:
     assert len(first.logprobs) == 4
     with pytest.raises(ConfigError, match="params must be BeamSearchParams"):
         llm.beam_search("a", GREEDY)
-    with pytest.raises(ConfigError, match="'use_beam_search' needs temperature: 0"):
-        llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=4, temperature=0.5))
+    with pytest.raises(ConfigError, match=r"beam search: 'temperature' must be 0, .* got 0.5"):
+        BeamSearchParams(beam_width=2, max_tokens=4, temperature=0.5)
     (bad,) = llm.beam_search([[]], params)
     assert (bad.sequences, bad.error.code) == ([], "empty_prompt")
 
