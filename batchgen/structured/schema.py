@@ -23,6 +23,9 @@ _NAMES_CONTROL = re.compile(
     re.IGNORECASE,
 )
 
+# The library intersects patterns in a time that doubles with each, and cannot be interrupted.
+_MOST_PATTERNS = 12
+
 
 def read_schema(given: str | Mapping[str, Any]) -> dict[str, Any]:
     """A JSON schema as plain values, whether given so or as text; true is the empty schema.
@@ -76,6 +79,8 @@ def unenforceable(schema: Any) -> str | None:
     without a letter of their own are lost from texts that are given letter by letter.
     """
     for path, each in subschemas(schema):
+        if _num_patterns(each) > _MOST_PATTERNS:
+            return _at(f"more than {_MOST_PATTERNS} patterns that one text must match", path)
         least = each.get("minProperties", 0)
         if isinstance(least, int | float) and least > max(1, len(each.get("required", ()))):
             return _at(f"minProperties {least} beyond the required properties", path)
@@ -84,6 +89,15 @@ def unenforceable(schema: Any) -> str | None:
         if _ESCAPED.search(texts) or any(_NAMES_CONTROL.search(str(pattern)) for pattern in patterns):
             return _at("a control character", path)
     return None
+
+
+def _num_patterns(schema: Any) -> int:
+    """How many patterns a text must match at once to conform to a schema."""
+    if not isinstance(schema, dict):
+        return 0
+    parts = schema.get("allOf", ())
+    own = ("pattern" in schema) + ("format" in schema)
+    return own + (sum(map(_num_patterns, parts)) if isinstance(parts, list) else 0)
 
 
 def place_of(key: str, schema: Any) -> str:

@@ -16,6 +16,10 @@ from batchgen.tokenizer import Tokenizer
 REFUSED = [
     ({"json": {"properties": {"a": {"uniqueItems": True}}}}, r'json: .*"uniqueItems"\] \(at properties.a\)'),
     ({"json": {"anyOf": [{"minProperties": 2}]}}, r"json: .*minProperties 2 .*\(at anyOf.0\)"),
+    (
+        {"json": {"items": {"allOf": [{"pattern": f"^a{{{n}}}$"} for n in range(30)]}}},
+        r"json: .*more than 12 patterns .*\(at items\)",
+    ),
     ({"json": {"const": "a\x01b"}}, "json: .*control character"),
     ({"json": {"pattern": r"a\x1fb"}}, "json: .*control character"),
     ({"json": {"patternProperties": {r"^\u0007": {}}}}, "json: .*control character"),
