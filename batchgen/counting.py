@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from batchgen.config import EngineConfig
 from batchgen.engine.scheduler_output import (
+    DrawRules,
     SamplingRow,
     ScheduledSequence,
     SchedulerOutput,
@@ -157,6 +158,10 @@ class CountingExecutor:
     def refusal(self, params: SamplingParams) -> str | None:
         """Draws for any."""
         return None
+
+    def accepts(self, rules: DrawRules, token_ids: Sequence[int]) -> bool:
+        """Knows no grammar."""
+        return True
 
     def sleep(self, level: int) -> None:
         """Nothing to give back."""

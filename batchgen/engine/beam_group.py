@@ -6,9 +6,10 @@ gets a copy. A beam that does not go on gives its blocks back at once. The indic
 `pending`, so a group is always as wide as its search. Nothing is told before the end.
 """
 
+from array import array
 from collections.abc import Callable
 
-from batchgen.engine.beam import BeamSearch, Candidates, Continuation
+from batchgen.engine.beam import BeamSearch, Candidates, Continuation, Hypothesis
 from batchgen.engine.beam_text import BeamTexts
 from batchgen.engine.detokenizer import Decoder
 from batchgen.engine.group import Group
@@ -16,9 +17,13 @@ from batchgen.engine.messages import SampleOutput
 from batchgen.engine.metrics import Counters
 from batchgen.engine.request import Request
 from batchgen.engine.request_table import RequestTable
+from batchgen.engine.scheduler_output import DrawRules
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.stop import Stop, stop_by_token
 from batchgen.outputs import FinishReason
+
+# Rules and drawn tokens -> whether the grammar may end after them.
+Accepts = Callable[[DrawRules, "array[int]"], bool]
 
 
 class Beams:
@@ -67,8 +72,9 @@ class Beams:
 class BeamGroups:
     """Continues the beam searches of a table's groups, and tells what they found."""
 
-    def __init__(self, table: RequestTable, counters: Counters):
+    def __init__(self, table: RequestTable, counters: Counters, accepts: Accepts | None):
         self._table = table
+        self._accepts = accepts
         self._counters = counters
 
     def advance(self, group: Group, candidates: list[tuple[Sequence, Candidates]]) -> None:
@@ -108,7 +114,6 @@ class BeamGroups:
 
     def _tell(self, request: Request, search: BeamSearch) -> None:
         """Say what was found, the best first."""
-        has_grammar = request.params.structured_outputs is not None
         for index, found in enumerate(search.finished):
             self._table.outbox.put(
                 SampleOutput(
@@ -121,9 +126,16 @@ class BeamGroups:
                     serial=request.source.serial,
                     logprobs=None if request.params.logprobs is None else tuple(found.logprobs),
                     prompt_logprobs=request.take_prompt_logprobs(),
-                    # A mask lets the end through only where the grammar may end.
-                    valid=found.stop == Stop(FinishReason.STOP) if has_grammar else None,
+                    valid=self._is_valid(request, found),
                     cumulative_logprob=found.logprob,
                     times=request.times,
                 )
             )
+
+    def _is_valid(self, request: Request, found: Hypothesis) -> bool | None:
+        """Whether a finished beam conforms to its grammar; None without one."""
+        if request.params.structured_outputs is None:
+            return None
+        # A mask lets the end of the text through only where the grammar may end.
+        is_ended = found.stop == Stop(FinishReason.STOP)
+        return is_ended or (self._accepts is not None and self._accepts(request.rules, found.token_ids))

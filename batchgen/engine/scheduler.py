@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from batchgen.engine.admission import Admission
-from batchgen.engine.beam_group import BeamGroups, Beams
+from batchgen.engine.beam_group import Accepts, BeamGroups, Beams
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.costs import CostModel, Costs
 from batchgen.engine.detokenizer import Decoder
@@ -45,6 +45,7 @@ class Scheduler:
         rank: order of the queues, of `POLICIES`.
         speculation: drafts tokens ahead, if that is on.
         decoder: gives the tokenizer, which stop strings of a beam search need.
+        accepts: says whether a beam's grammar may end after its tokens.
         costs: decides between recompute and swap; by default measured as steps come.
         preemption_mode: "recompute" or "swap" whatever they cost.
         block_bytes: size of a block in host memory.
@@ -62,6 +63,7 @@ class Scheduler:
         rank: Rank = fcfs,
         speculation: Speculation | None = None,
         decoder: Callable[[], Decoder] | None = None,
+        accepts: Accepts | None = None,
         costs: Costs | None = None,
         preemption_mode: str | None = None,
         block_bytes: int = 0,
@@ -104,7 +106,7 @@ class Scheduler:
             self._running.run,
             clock,
         )
-        beams = BeamGroups(self.table, self.counters)
+        beams = BeamGroups(self.table, self.counters, accepts)
         self._intake = Intake(self.table, self.pins, self.counters, beams, self.drafting)
         self._clock = clock
         self._in_flight: dict[int, StepInFlight] = {}

@@ -1,7 +1,8 @@
 """GrammarMasks: forbids, in a batch of logits, what no grammar allows; and says where the grammars stand."""
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,9 +14,6 @@ from batchgen.structured.grammar import explain
 from batchgen.structured.grammars import Grammars
 from batchgen.structured.matcher import Ends, GrammarError, SlotMatcher, common_length
 from batchgen.structured.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from array import array
 
 
 class GrammarMasks:
@@ -94,6 +92,15 @@ class GrammarMasks:
                 # The next row of this sample will say so.
                 del self._slots[row.slot]
         return states
+
+    def accepts(self, rules: DrawRules, tokens: Sequence[int]) -> bool:
+        """Whether a sample with these drawn tokens, the whole of it, is a text of its grammar."""
+        try:
+            matcher = self._first(rules)
+            matcher.move(array("i", tokens))
+            return matcher.state().is_accepting
+        except (ConfigError, GrammarError):
+            return False
 
     def drop(self, slots: Iterable[int]) -> None:
         """Forget samples that have ended."""

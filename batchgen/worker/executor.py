@@ -1,9 +1,10 @@
 """Executor: the seam between the engine core, which has no torch, and the ranks that compute."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from batchgen.engine.scheduler_output import SchedulerOutput, StepResult
+from batchgen.engine.scheduler_output import DrawRules, SchedulerOutput, StepResult
 from batchgen.sampling_params import SamplingParams
 
 
@@ -44,6 +45,9 @@ class Executor(Protocol):
 
     def refusal(self, params: SamplingParams) -> str | None:
         """Why this model cannot draw as `params` say (a grammar that cannot be enforced); None if it can."""
+
+    def accepts(self, rules: DrawRules, token_ids: Sequence[int]) -> bool:
+        """Whether the grammar of `rules` may end after these drawn tokens, of which no draw has told it."""
 
     def sleep(self, level: int) -> None:
         """Give memory back: 1 drops KV blocks and moves weights to host memory, 2 drops both."""

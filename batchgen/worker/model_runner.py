@@ -1,8 +1,10 @@
 """ModelRunner: runs one step on this rank: swaps and copies, forward pass, logits of some rows, draws."""
 
+from collections.abc import Sequence
+
 import torch
 
-from batchgen.engine.scheduler_output import SchedulerOutput, StepResult
+from batchgen.engine.scheduler_output import DrawRules, SchedulerOutput, StepResult
 from batchgen.models.decoder import Decoder
 from batchgen.sampling_params import SamplingParams
 from batchgen.worker.draw_limits import DrawLimits
@@ -78,6 +80,10 @@ class ModelRunner:
     def refusal(self, params: SamplingParams) -> str | None:
         """Why this model cannot draw so; None if it can."""
         return self._limits.refusal(params, self.info)
+
+    def accepts(self, rules: DrawRules, token_ids: Sequence[int]) -> bool:
+        """Whether a grammar's sample may end after these tokens."""
+        return self._sampler.accepts(rules, token_ids)
 
     def sleep(self, level: int) -> None:
         """Give memory back."""

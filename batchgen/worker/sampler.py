@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.scheduler_output import GrammarState, SamplingRow, TokenLogprobs
+from batchgen.engine.scheduler_output import DrawRules, GrammarState, SamplingRow, TokenLogprobs
 from batchgen.kernels.ops import Kernels
 from batchgen.kernels.sampling import Draws
 from batchgen.structured import DEAD_END
@@ -107,6 +107,10 @@ class Sampler:
             told = [index for index in told if index not in set(raw_rows)]
         self._tell(logits if len(told) == len(rows) else logits[told], told, known, drawn)
         return drawn
+
+    def accepts(self, rules: DrawRules, token_ids: Sequence[int]) -> bool:
+        """Whether a grammar's sample may end after these tokens."""
+        return self.grammar is not None and self.grammar.accepts(rules, token_ids)
 
     def forget(self, slots: Iterable[int]) -> None:
         """Samples that have ended."""

@@ -1,5 +1,6 @@
 """Beam search gives the ids and the ranking of transformers' beams (case BG-19)."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,16 @@ def test_a_grammar_leaves_only_what_it_allows_and_the_models_own_probabilities_r
         [logprob for logprob, _ in likeliest[: len(found)]], abs=1e-3
     )
     assert all(sample.valid and sample.finish_reason == "stop" for sample in found)
+
+
+def test_a_beam_that_is_cut_is_valid_where_its_grammar_may_end(llm: LLM) -> None:
+    # Long sequences rank first, so beams that reached the limit are given.
+    (found,) = search(
+        llm, PROMPTS[:1], 8, structured_outputs={"regex": "(AB|CDC)+"}, max_tokens=6, length_penalty=16.0
+    )
+    cut = [sample for sample in found if sample.finish_reason == "length"]
+    assert [each.valid for each in cut] == [re.fullmatch("(AB|CDC)+", each.text) is not None for each in cut]
+    assert {each.valid for each in cut} == {True, False}
 
 
 def test_of_a_wide_search_the_n_best_are_given(llm: LLM, theirs: Callable[..., Beams]) -> None:
