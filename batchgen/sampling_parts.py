@@ -190,7 +190,7 @@ class BeamSearchParams:
         include_stop_str_in_output: keep the end-of-sequence token in `tokens`.
 
     Raises:
-        ConfigError: a width or a length below 1, a temperature. The other values are checked by SamplingParams.
+        ConfigError: a width or a length below 1, a temperature. SamplingParams checks the other values.
     """
 
     beam_width: int
@@ -211,7 +211,7 @@ class BeamSearchParams:
                 raise ConfigError(f"beam search: {name!r} must be a whole number, 1 or more; got {value!r}")
         if self.temperature != 0:
             raise ConfigError(
-                f"beam search: 'temperature' must be 0, for a search draws nothing; got {self.temperature!r:.40}"
+                f"beam search: 'temperature' must be 0, nothing is drawn; got {self.temperature!r:.40}"
             )
         if self.watermarking is not None:
             raise ConfigError("beam search: 'watermarking' is not offered; leave it out")
