@@ -1,6 +1,7 @@
 """What the caller's side makes of a request before the core gets it: a cut prompt, bad words as tokens."""
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Protocol
 
 from batchgen.engine.messages import EngineRequest
@@ -30,11 +31,12 @@ def truncated(request: EngineRequest, max_model_len: int) -> EngineRequest:
 
 
 class BadWords:
-    """`SamplingParams.bad_words` as token ids; each list of words is encoded once."""
+    """`SamplingParams.bad_words` as token ids; a list of words is encoded once while it is in use."""
 
     def __init__(self, encoder: Encoder):
         self._encoder = encoder
-        self._known: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
+        # A job's rows have one list; those of a server are forgotten again.
+        self._known = lru_cache(maxsize=256)(self._encode)
 
     def ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Every word as it is spelled at the beginning of a text and behind a space.
@@ -44,10 +46,7 @@ class BadWords:
         Raises:
             ConfigError: a word that has no tokens.
         """
-        found = self._known.get(words)
-        if found is None:
-            found = self._known[words] = self._encode(words)
-        return found
+        return self._known(words)
 
     def _encode(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         found: dict[tuple[int, ...], None] = {}
