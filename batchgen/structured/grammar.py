@@ -6,22 +6,22 @@ from typing import Any
 
 from batchgen.errors import ConfigError
 from batchgen.sampling_parts import GRAMMARS, StructuredOutputsParams
-from batchgen.structured.schema import close_objects, place_of, read_schema, unenforceable
-from batchgen.structured.vocabulary import HIDING, hidden_name
+from batchgen.structured.reasons import reworded
+from batchgen.structured.schema import close_objects, read_schema, unenforceable
+from batchgen.structured.vocabulary import hidden_name
 
 # Between JSON tokens: a space, or a line end and an indentation. A model cannot fill its text with it.
 WHITESPACE = r"(\r?\n[ \t]{0,24}| )"
 # Without \u, by which a property's name could be spelled so that the schema for it does not apply.
 _ESCAPES = 'nrtbf\\"'
 
-_REWORDED = {
-    "NoExtension": "it leads to where no token may stand",
-    "oneOf constraints": "oneOf whose schemas may overlap (anyOf can be enforced)",
-}
-# Outside of Lark's texts, comments and patterns: a control token.
-_LARK_CONTROL = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s\[\]]+>)')
-_BAD_PATTERN = re.compile(r"regex parse error:\n\s*(.*)\n(?s:.*)error: (.*)")
-_UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
+# In Lark's syntax: texts and comments; patterns; control tokens.
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|(/(?:\\.|[^/\\\n])+/)|(<[^<>\s\[\]]+>)')
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+# As in JSON schemas: held to Unicode's \d, a model may write any of its 700 digits.
+_ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
 
 def kind_of(params: StructuredOutputsParams) -> str:
@@ -35,46 +35,53 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     Raises:
         ConfigError: it cannot even be written down.
     """
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     kind = kind_of(params)
     try:
         if kind in ("json", "json_object"):
             return LLMatcher.grammar_from_json_schema(json.dumps(_schema(params)), overrides=_options(params))
         if kind == "regex":
-            return LLMatcher.grammar_from_regex(str(params.regex))
+            return LLMatcher.grammar_from_regex(_ascii_classes(str(params.regex)))
         if kind == "choice":
             # As one terminal: rules of many alternatives run into the parser's limits.
             texts = " | ".join(map(json.dumps, params.choice or ()))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
-        return grammar_from("grammar", _with_hidden_names(str(params.grammar)))
+        return LLMatcher.grammar_from_lark(_lark(str(params.grammar)))
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"structured_outputs.{kind}: {error}") from None
 
 
-def _with_hidden_names(grammar: str) -> str:
-    """A grammar in Lark's syntax that names control tokens as the library knows them; GBNF names none."""
-    if "::=" in grammar:
-        return grammar
-    return _LARK_CONTROL.sub(lambda found: hidden_name(found[1]) if found[1] else found[0], grammar)
+def _lark(grammar: str) -> str:
+    """A grammar in the library's dialect of Lark's syntax, from that syntax or from GBNF.
+
+    Control tokens get the names under which the library knows them; GBNF names none.
+    """
+    if not _GBNF.search(grammar):
+        return _LARK.sub(_respelled, grammar)
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:
+        raise ConfigError(f"as GBNF (it has '::='): {error}") from None
 
 
-def explain(params: StructuredOutputsParams, error: str) -> str:
-    """The library's refusal in the user's terms: which key, where."""
-    kind = kind_of(params)
-    # What follows is the state of its parser.
-    reason = error.partition("\n<non-verbose/>")[0].partition("\n<state>")[0]
-    reason = next((ours for theirs, ours in _REWORDED.items() if theirs in reason), reason)
-    reason = reason.replace(f"\\u{{{ord(HIDING):x}}}", "")
-    pattern = _BAD_PATTERN.search(reason)
-    if pattern:
-        reason = f"{pattern[1]!r}: {pattern[2]}"
-    unknown = _UNIMPLEMENTED.search(reason)
-    if unknown and params.json is not None:
-        reason += place_of(unknown[1], _schema(params))
-    # Further lines show the place in the grammar, or list what else there is.
-    reason = reason.partition("\n")[0].partition("; following")[0]
-    return f"structured_outputs.{kind}: cannot be enforced: {reason}"
+def _ascii_classes(pattern: str) -> str:
+    r"""A regular expression with \d and \w spelled out as those of ASCII, within [...] too."""
+    return _ESCAPE.sub(lambda found: _ASCII.get(found[1], found[0]), pattern)
+
+
+def _respelled(found: "re.Match[str]") -> str:
+    if found[1]:
+        return f"/{_ascii_classes(found[1][1:-1])}/"
+    return hidden_name(found[2]) if found[2] else found[0]
+
+
+def explain(params: StructuredOutputsParams, said: str) -> str:
+    """The library's refusal in the user's terms: which key, what, where, what to do."""
+    schema = _schema(params) if params.json is not None else None
+    return f"structured_outputs.{kind_of(params)}: cannot be enforced: {reworded(said, schema)}"
 
 
 def _schema(params: StructuredOutputsParams) -> Any:
@@ -99,5 +106,5 @@ def _options(params: StructuredOutputsParams) -> Any:
         return options | {"whitespace_flexible": False}
     return options | {
         "whitespace_flexible": True,
-        "whitespace_pattern": params.whitespace_pattern or WHITESPACE,
+        "whitespace_pattern": _ascii_classes(params.whitespace_pattern or WHITESPACE),
     }

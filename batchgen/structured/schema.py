@@ -83,7 +83,7 @@ def unenforceable(schema: Any) -> str | None:
             return _at(f"allOf with more than {_MOST_PATTERNS} patterns, or 4 multipleOf, at once", path)
         least = each.get("minProperties", 0)
         if isinstance(least, int | float) and least > max(1, len(each.get("required", ()))):
-            return _at(f"minProperties {least} beyond the required properties", path)
+            return _at(f"minProperties {least} beyond the required properties", path) + "; name them there"
         texts = json.dumps([each.get("const"), each.get("enum")], ensure_ascii=False)
         patterns = [each.get("pattern"), *each.get("patternProperties", ())]
         if _ESCAPED.search(texts) or any(_NAMES_CONTROL.search(str(pattern)) for pattern in patterns):
@@ -101,9 +101,19 @@ def _num_patterns(schema: Any) -> int:
     return own + (sum(map(_num_patterns, parts)) if isinstance(parts, list) else 0)
 
 
-def place_of(key: str, schema: Any) -> str:
-    """Where in the schema a keyword stands first, as " (at a.b)"; "" when it is nowhere or at the top."""
-    return next((_at("", path) for path, each in subschemas(schema) if key in each), "")
+def place_of(key: str, schema: Any, value: Any = None) -> str:
+    """Where in the schema a keyword stands first, as " (at a.b)"; "" when it is nowhere or at the top.
+
+    With a value: where the keyword has it, or has it in a list.
+    """
+
+    def is_there(each: Mapping[str, Any]) -> bool:
+        found = each.get(key)
+        return key in each and (
+            value is None or value == found or (isinstance(found, list) and value in found)
+        )
+
+    return next((_at("", path) for path, each in subschemas(schema) if is_there(each)), "")
 
 
 def _at(what: str, path: str) -> str:
