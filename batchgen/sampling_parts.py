@@ -12,6 +12,12 @@ from batchgen.foreign_names import GRAMMAR_OPTIONS, refuse_unknown
 
 # Of these a StructuredOutputsParams has exactly one.
 GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
+# Which of them an option is for.
+_OPTIONS = {
+    "disable_any_whitespace": ("json", "json_object"),
+    "whitespace_pattern": ("json", "json_object"),
+    "disable_additional_properties": ("json",),
+}
 
 
 class RequestOutputKind(Enum):
@@ -103,6 +109,19 @@ class StructuredOutputsParams(_Part):
                 f"got {' and '.join(given) or 'none'}"
             )
         self._check_values()
+        self._check_options(given[0])
+
+    def _check_options(self, kind: str) -> None:
+        """Nothing is taken that has no effect."""
+        for name, kinds in _OPTIONS.items():
+            if getattr(self, name) and kind not in kinds:
+                raise ConfigError(
+                    f"structured_outputs: {name!r} is for {' and '.join(kinds)}; leave it out beside {kind!r}"
+                )
+        if self.whitespace_pattern and self.disable_any_whitespace:
+            raise ConfigError(
+                "structured_outputs: 'whitespace_pattern' and 'disable_any_whitespace' exclude each other"
+            )
 
     def _check_values(self) -> None:
         def need(name: str, is_right: bool, rule: str) -> None:
@@ -136,7 +155,9 @@ def _schema(given: Any) -> Any:
         return plain_json(given) if isinstance(given, Mapping | bool) else None
     except RecursionError:
         raise ConfigError("structured_outputs: 'json' is nested too deeply") from None
-    except (TypeError, ValueError):
+    except ValueError as error:
+        raise ConfigError(f"structured_outputs: 'json' is a text that is no JSON: {error}") from None
+    except TypeError:
         return None
 
 
