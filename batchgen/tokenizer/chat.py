@@ -6,18 +6,21 @@ tests): trimmed blocks, loop controls, a plain `tojson`, `raise_exception`, `str
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchgen.errors import InputError, TemplateError
+
+log = logging.getLogger(__name__)
 
 PART_JOINER = "\n"
 
@@ -51,8 +54,10 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, Any]):
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._has_warned: set[str] = set()
         try:
             self._template = _environment().from_string(source)
+            self._names = meta.find_undeclared_variables(_environment().parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
 
@@ -70,15 +75,17 @@ class ChatTemplate:
         Args:
             messages: each with "role" and "content"; content may be a list of parts of type "text", which are
                 joined with one newline.
-            tools: JSON schemas of functions, for templates that show them.
+            tools: JSON schemas of functions; the template must show them.
             add_generation_prompt: end with the opening of the assistant's turn.
             continue_final_message: end inside the last message instead, so that the model goes on with it.
-            **kwargs: more names for the template ("enable_thinking", ...).
+            **kwargs: more names for the template ("enable_thinking", ...); one that it does not have has no
+                effect, which is said once in the log.
 
         Raises:
-            InputError: messages of a wrong shape, or a part that is not text.
-            TemplateError: the template fails or refuses these messages.
+            InputError: messages or tools of a wrong shape, or a part that is not text.
+            TemplateError: the template fails or refuses these messages, or shows no tools.
         """
+        self._check_names(tools, kwargs)
         chat = [_plain_message(message, number) for number, message in enumerate(_sequence(messages))]
         if continue_final_message:
             if add_generation_prompt:
@@ -94,7 +101,10 @@ class ChatTemplate:
                 names, messages=chat, tools=_plain(tools), add_generation_prompt=add_generation_prompt
             )
         except jinja2.TemplateError as error:
-            raise TemplateError(f"chat template: {error.message or type(error).__name__}") from error
+            said = error.message or type(error).__name__
+            if isinstance(error, jinja2.UndefinedError):
+                said += "".join(f"; message {at} has no content" for at in _without_content(chat)[:1])
+            raise TemplateError(f"chat template: {said}") from error
         except (
             TypeError,
             ValueError,
@@ -106,6 +116,23 @@ class ChatTemplate:
         ) as error:
             raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _check_names(self, tools: Any, names: Mapping[str, Any]) -> None:
+        """Refuse tools that the template would not show, and say what else it does not look at."""
+        if tools is not None:
+            is_list = isinstance(tools, Sequence) and not isinstance(tools, str | bytes)
+            if not is_list or not all(isinstance(tool, Mapping) for tool in tools):
+                raise InputError(
+                    f"tools must be a list of mappings, each the JSON schema of a function; got {tools!r:.60}"
+                )
+            if tools and "tools" not in self._names:
+                raise TemplateError(
+                    "the chat template shows no tools; give one that does (chat_template), or leave tools out"
+                )
+        for name in names:
+            if name not in self._names and name not in self._has_warned:
+                self._has_warned.add(name)
+                log.warning("the chat template does not look at %r, which has no effect", name)
 
 
 @lru_cache(maxsize=1)
@@ -157,10 +184,16 @@ def _plain_message(message: Any, number: int) -> dict[str, Any]:
         raise InputError(f"message {number} has no 'role'")
     if "content" in plain:
         plain["content"] = _text_of(plain["content"], number)
+    elif "tool_calls" in plain:
+        plain["content"] = ""  # an answer of calls alone; many templates add to the content all the same
     reasoning = next((plain[name] for name in _REASONING_FIELDS if name in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain
+
+
+def _without_content(chat: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [number for number, message in enumerate(chat) if "content" not in message]
 
 
 def _text_of(content: Any, number: int) -> str:

@@ -126,6 +126,38 @@ def test_messages_of_a_wrong_shape(messages: Any, message: str, smollm2: Tokeniz
         smollm2.render_chat(messages)
 
 
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+
+
+def test_an_answer_of_tool_calls_alone_has_empty_content() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}", {})
+    for call in (CALL, CALL | {"content": None}):
+        assert template.render([TALK[1], call]) == f"<{TALK[1]['content']}><>"
+    with pytest.raises(TemplateError, match=r"attribute 'content'; message 1 has no content$"):
+        template.render([TALK[1], {"role": "user"}])
+
+
+def test_tools_that_a_template_would_not_show_are_refused(smollm2: Tokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(TemplateError, match="shows no tools; give one that does"):
+        smollm2.render_chat(TALK, tools=[tool])
+    assert smollm2.render_chat(TALK, tools=[]) == smollm2.render_chat(TALK)
+    shown = ChatTemplate("{% for t in tools %}{{ t.function.name }}{% endfor %}", {})
+    assert shown.render(TALK, tools=[tool]) == "f"
+    for wrong in ("f", tool, ["f"], 3):
+        with pytest.raises(InputError, match="tools must be a list of mappings, each the JSON schema"):
+            shown.render(TALK, tools=wrong)  # type: ignore[arg-type]
+
+
+def test_names_that_a_template_does_not_look_at_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate("{{ enable_thinking }}", {})
+    for _ in range(3):
+        assert template.render(TALK, enable_thinking=False, enable_thinkin=True) == "False"
+    assert [record.getMessage() for record in caplog.records] == [
+        "the chat template does not look at 'enable_thinkin', which has no effect"
+    ]
+
+
 class TestErrors:
     def test_the_template_refuses(self) -> None:
         template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
