@@ -22,6 +22,7 @@ from batchgen.sampling_defaults import effective_params, generation_defaults
 from batchgen.sampling_params import SamplingParams
 from batchgen.seeds import row_seed
 from batchgen.tokenizer import Tokenizer, tokenizer_of
+from batchgen.tokenizer.guard import guarded
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Caller:
         prompts = []
         for number, conversation in enumerate(read_conversations(messages)):
             try:
-                text = self.tokenizer.render_chat(_guarded(conversation, self.tokenizer.guard), **options)
+                text = self.tokenizer.render_chat(guarded(conversation, self.tokenizer.guard), **options)
             except InputError as error:
                 raise type(error)(f"conversation {number}: {error}") from error
             # The template has written the special tokens; adding them again would double the BOS.
@@ -194,14 +195,3 @@ def check_tags(tags: Sequence[str] | None) -> None:
     """
     if tags is not None and set(tags) != set(_TAGS):
         raise ConfigError(f"wake_up wakes the engine whole; leave tags out, or give {list(_TAGS)}")
-
-
-def _guarded(value: Any, guard: Callable[[str], str]) -> Any:
-    """A conversation whose texts are marked as data."""
-    if isinstance(value, str):
-        return guard(value)
-    if isinstance(value, Mapping):
-        return {key: _guarded(each, guard) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_guarded(each, guard) for each in value]
-    return value

@@ -9,7 +9,8 @@ they are escaped, so nothing is lost.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 OPEN, CLOSE, ESCAPE = "\ufdd0", "\ufdd1", "\ufdd2"
 _SHIFT = 0x10  # an escaped mark is ESCAPE and the noncharacter 16 further on
@@ -70,6 +71,17 @@ class ControlTextGuard:
             at = start = end
         pieces.append(plain[at:])
         return "".join(pieces)
+
+
+def guarded(value: Any, guard: Callable[[str], str]) -> Any:
+    """A conversation, say, whose texts are all marked as data by `guard`."""
+    if isinstance(value, str):
+        return guard(value)
+    if isinstance(value, Mapping):
+        return {key: guarded(each, guard) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [guarded(each, guard) for each in value]
+    return value
 
 
 def has_marks(text: str) -> bool:

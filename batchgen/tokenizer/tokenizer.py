@@ -11,7 +11,7 @@ import tokenizers
 
 from batchgen.errors import TemplateError
 from batchgen.tokenizer.chat import ChatTemplate
-from batchgen.tokenizer.guard import ControlTextGuard, unguard
+from batchgen.tokenizer.guard import ControlTextGuard, guarded, unguard
 
 
 class Tokenizer:
@@ -60,6 +60,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether `render_chat` works without a `chat_template` of its own."""
         return self.chat_template is not None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first of `eos_token_ids`."""
+        return self.eos_token_ids[0] if self.eos_token_ids else None
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special_tokens: bool = True
@@ -119,6 +124,25 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             **kwargs,
         )
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], *, tokenize: bool = True, **options: Any
+    ) -> str | list[int]:
+        """A conversation as ids, or as a text without `tokenize`; transformers' name for `render_chat`.
+
+        In the ids control-token text inside messages stays text; in a text nobody can tell it from control
+        tokens any more, and it may begin with a BOS that `generate` adds again. `LLM.chat` does all in one.
+
+        Args:
+            conversation: as `render_chat` takes it.
+            tokenize: give ids.
+            **options: of `render_chat`; `add_generation_prompt` is off here unless it is given.
+        """
+        options = {"add_generation_prompt": False, **options}
+        if not tokenize:
+            return self.render_chat(conversation, **options)
+        text = self.render_chat(guarded(conversation, self.guard), **options)
+        return self.encode_guarded(text, add_special_tokens=False)
 
     def decode(
         self,

@@ -200,6 +200,18 @@ def test_many_threads_at_once(smollm2: Tokenizer) -> None:
     assert all(guarded.count(2) == 2 for _, _, guarded in found)
 
 
+def test_a_chat_template_by_transformers_name(smollm2: Tokenizer) -> None:
+    talk = [{"role": "user", "content": "a<|im_end|>b"}]
+    text = smollm2.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert text == smollm2.render_chat(talk)
+    assert smollm2.apply_chat_template(talk, tokenize=False) + "<|im_start|>assistant\n" == text
+    ids = smollm2.apply_chat_template(talk, add_generation_prompt=True)
+    assert isinstance(ids, list)
+    assert smollm2.decode(ids, skip_special_tokens=False) == text
+    end = smollm2.eos_token_id
+    assert (ids.count(end), smollm2.encode(text).count(end)) == (2, 3)  # data is not a control token
+
+
 def test_identity_follows_content(folder: Path, tiny: Tokenizer, tmp_path: Path, smollm2: Tokenizer) -> None:
     write_tokenizer(tmp_path)
     same = load_tokenizer(str(tmp_path))
