@@ -151,6 +151,11 @@ def check_together(params: "SamplingParams") -> None:
         for name in ("prompt_logprob_start", "prompt_logprob_token_ids"):
             if getattr(p, name) is not None:
                 raise ConfigError(f"sampling parameter {name!r} needs prompt_logprobs")
+    if p.thinking_token_budget is not None and p.structured_outputs is not None:
+        raise ConfigError(
+            "sampling parameter 'thinking_token_budget' excludes 'structured_outputs', which say "
+            "every token of the text; leave one out"
+        )
     if p.best_of is not None and p.best_of < p.n:
         raise ConfigError(f"sampling parameter 'best_of' must be at least n ({p.n}); got {p.best_of}")
     if p.use_beam_search:
@@ -189,7 +194,7 @@ def _changed(params: "SamplingParams", names: Iterable[str]) -> list[str]:
 
 
 def check_engine_limits(params: "SamplingParams", info: "EngineInfo") -> None:
-    """What only an engine knows: how many log probabilities it gives, which token ids there are.
+    """What only an engine knows: its most log probabilities, its token ids, whether the model can think.
 
     Raises:
         ConfigError: names the field and the engine's limit.
@@ -204,6 +209,8 @@ def check_engine_limits(params: "SamplingParams", info: "EngineInfo") -> None:
                 f"sampling parameter {name!r} is {value}, but the engine gives at most {most}; "
                 f"raise max_logprobs (-1: no limit)"
             )
+    if params.thinking_token_budget is not None and info.no_thinking is not None:
+        raise ConfigError(f"sampling parameter 'thinking_token_budget': {info.no_thinking}")
     for name in ("allowed_token_ids", "logit_bias", "logprob_token_ids", "prompt_logprob_token_ids"):
         beyond = [token for token in getattr(params, name) or () if token >= info.vocab_size]
         if beyond:

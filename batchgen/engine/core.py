@@ -271,6 +271,7 @@ def _engine_info(
         environment=loaded.environment,
         load_s=load_s,
         pid=os.getpid(),
+        no_thinking=loaded.no_thinking,
     )
 
 

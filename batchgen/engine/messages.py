@@ -167,7 +167,7 @@ class EngineInfo:
 
     `resolved` holds every engine argument after "auto" was decided, as plain JSON types; `decisions` the
     reasons. `environment` names what a row's bytes may depend on (backend, instruction set, threads, library
-    versions).
+    versions). `no_thinking` says why `thinking_token_budget` cannot be served, None if it can.
     """
 
     model: str
@@ -183,6 +183,7 @@ class EngineInfo:
     environment: Mapping[str, str] = field(default_factory=dict)
     load_s: float = 0.0
     pid: int = 0
+    no_thinking: str | None = None
 
 
 # Block states in `EngineStats.block_map`, one byte a block.

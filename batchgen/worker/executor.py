@@ -13,7 +13,8 @@ class ExecutorInfo:
     """What the core must know of a loaded model.
 
     `group_windows` has an entry for each KV group: the window of its layers, None for full attention.
-    `num_cpu_blocks` is the pool in host memory for swapping, `block_bytes` what one block takes in it.
+    `num_cpu_blocks` is the pool in host memory for swapping, `block_bytes` what one block takes in it;
+    `no_thinking` says why `thinking_token_budget` cannot be served, None if it can.
     """
 
     architecture: str
@@ -24,6 +25,7 @@ class ExecutorInfo:
     group_windows: tuple[int | None, ...] = (None,)
     num_cpu_blocks: int = 0
     block_bytes: int = 0
+    no_thinking: str | None = None
     decisions: tuple[str, ...] = ()
     resolved: dict[str, Any]
     environment: dict[str, str]

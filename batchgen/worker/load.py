@@ -27,6 +27,7 @@ from batchgen.worker.model_files import ModelFiles
 from batchgen.worker.model_memory import ModelMemory
 from batchgen.worker.model_runner import ModelRunner
 from batchgen.worker.sampler_setup import make_sampler
+from batchgen.worker.thinking import find_marks
 
 log = logging.getLogger("batchgen.worker")
 
@@ -52,6 +53,8 @@ def load_executor(config: EngineConfig) -> Executor:
     tokenizer = tokenizer_of(config.model)
     ends = eos_sources(files.location, tokenizer.eos_token_ids)
     log.info("token ids that end a text: %s", describe_eos(ends))
+    num_tokens = min(shape.vocab_size, tokenizer.vocab_size)
+    marks = find_marks(tokenizer, num_tokens, config.model.reasoning_config)
     build = partial(
         files.build, kernels, dtype=dtype, device=device, max_len=limits.max_model_len, block_size=block_size
     )
@@ -77,13 +80,14 @@ def load_executor(config: EngineConfig) -> Executor:
         group_windows=model.kv_layout.windows,
         num_cpu_blocks=blocks.num_host_blocks,
         block_bytes=block_bytes,
+        no_thinking=marks if isinstance(marks, str) else None,
         decisions=tuple(str(decision) for decision in decisions.made),
         resolved=resolved.to_engine_args(),
         environment=environment(device, dtype, _backends(kernels)),
         reproducible=reproducible,
     )
     sampler, draw_limits = make_sampler(
-        config.model, kernels, tokenizer, shape.vocab_size, info.eos_token_ids
+        config.model, kernels, tokenizer, num_tokens, info.eos_token_ids, marks
     )
     return ModelRunner(ModelMemory(model, blocks, build), sampler, draw_limits, info, block_size)
 

@@ -8,15 +8,16 @@ from batchgen.structured.masks import GrammarMasks
 from batchgen.tokenizer import Tokenizer
 from batchgen.worker.draw_limits import DrawLimits
 from batchgen.worker.sampler import Sampler
-from batchgen.worker.thinking import find_marks
+from batchgen.worker.thinking import ThinkingMarks
 
 
 def make_sampler(
     settings: ModelSettings,
     kernels: Kernels,
     tokenizer: Tokenizer,
-    num_logits: int,
+    vocab_size: int,
     eos_token_ids: Iterable[int],
+    marks: ThinkingMarks | str,
 ) -> tuple[Sampler, DrawLimits]:
     """The sampler, and what it can do.
 
@@ -24,14 +25,10 @@ def make_sampler(
         settings: of the model.
         kernels: of the model.
         tokenizer: ids without a token in it are never drawn.
-        num_logits: ids of the model; it may have more or fewer than the tokenizer.
+        vocab_size: ids that are both the model's and the tokenizer's.
         eos_token_ids: every id that ends a text.
-
-    Raises:
-        ConfigError: a `reasoning_config` of another form.
+        marks: of thinking sections, or why the model has none.
     """
-    vocab_size = min(num_logits, tokenizer.vocab_size)
-    marks = find_marks(tokenizer, vocab_size, settings.reasoning_config)
     grammar = GrammarMasks(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     sampler = Sampler(
         kernels,
@@ -40,4 +37,4 @@ def make_sampler(
         marks=None if isinstance(marks, str) else marks,
         grammar=grammar,
     )
-    return sampler, DrawLimits(vocab_size, marks, grammar)
+    return sampler, DrawLimits(vocab_size, grammar)

@@ -199,6 +199,10 @@ def test_a_pydantic_model_is_a_schema() -> None:
         ({"early_stopping": "never"}, "'early_stopping' needs use_beam_search"),
         ({"use_beam_search": True}, "'use_beam_search' needs temperature: 0"),
         (
+            {"thinking_token_budget": 3, "structured_outputs": {"regex": "a"}},
+            "'thinking_token_budget' excludes 'structured_outputs'",
+        ),
+        (
             {"use_beam_search": True, "temperature": 0, "seed": 1, "top_p": 0.5, "top_k": 2, "min_p": 0.1},
             "'use_beam_search' excludes 'top_p', 'top_k', 'min_p', 'seed'",
         ),
@@ -251,6 +255,16 @@ def test_limits_of_the_engine(values: dict[str, object], most: int, words: str |
         return check_engine_limits(SamplingParams(**values), info)
     with pytest.raises(ConfigError, match=words):
         check_engine_limits(SamplingParams(**values), info)
+
+
+def test_a_budget_of_thinking_needs_a_model_that_thinks() -> None:
+    info = EngineInfo(
+        model="", architecture="", max_model_len=9, vocab_size=100, eos_token_ids=(), num_blocks=1,
+        block_size=16, reproducible=True, resolved={}, no_thinking="there is no token '<think>'",
+    )  # fmt: skip
+    check_engine_limits(SamplingParams(), info)
+    with pytest.raises(ConfigError, match="'thinking_token_budget': there is no token '<think>'"):
+        check_engine_limits(SamplingParams(thinking_token_budget=3), info)
 
 
 def test_beam_search_params_are_checked() -> None:

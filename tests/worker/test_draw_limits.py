@@ -58,5 +58,3 @@ def test_a_grammar_that_cannot_be_enforced_is_refused(executor: ModelRunner) -> 
     wrong = SamplingParams(structured_outputs={"regex": "(?=a)b"})
     assert executor.refusal(wrong) is not None
     assert executor.refusal(SamplingParams(structured_outputs={"regex": "ab"})) is None
-    both = SamplingParams(structured_outputs={"regex": "ab"}, thinking_token_budget=3)
-    assert executor.refusal(both) is not None
