@@ -159,12 +159,12 @@ class Speculation:
             return
         self._said = self._step, pays
         log.info(
-            "speculation is %s at %d sequences: a drafted token pays if it is accepted with a probability of "
-            "%.2f or more; of those judged %.2f were",
+            "speculation is %s at %d sequences: it pays when more than %.0f %% of the drafted tokens are "
+            "accepted; %.0f %% of those judged were",
             "on" if pays else "off",
             num_rows,
-            break_even,
-            chance,
+            100 * break_even,
+            100 * chance,
         )
 
     def _worthwhile(self, seq_id: int, break_even: float) -> int:
