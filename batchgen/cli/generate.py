@@ -1,5 +1,6 @@
 """`batchgen generate`: one prompt, one model, the text on standard output."""
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -82,12 +83,14 @@ def generate(
 
     from batchgen.api.llm import LLM
 
+    # A prompt that failed is this command's error, which says it all.
+    logging.getLogger("batchgen.api.caller").setLevel(logging.ERROR)
     with LLM(model, **engine_args) as llm:
         if not quiet:
             typer.echo(f"{llm.info.model}: loaded in {llm.info.load_s:.1f} s", err=True)
         params = _params(llm, given)
         start = time.monotonic()
-        output = _generate(llm, text, system, chat, params)
+        output = _generate(llm, text, system, chat, params, use_tqdm=not quiet and sys.stderr.isatty())
         seconds = time.monotonic() - start
     if output.error is not None:
         raise EngineError(f"{output.error.code}: {output.error.message}")
@@ -186,17 +189,17 @@ def _shown(position: "PositionLogprobs") -> str:
 
 
 def _generate(
-    llm: "LLM", text: str, system: str | None, chat: bool | None, params: "SamplingParams"
+    llm: "LLM", text: str, system: str | None, chat: bool | None, params: "SamplingParams", use_tqdm: bool
 ) -> "RequestOutput":
     if chat is None:
         chat = system is not None or llm.get_tokenizer().has_chat_template
     if not chat:
         if system is not None:
             raise ConfigError("--system needs the chat template; leave --no-chat out")
-        return llm.generate(text, params, use_tqdm=False)[0]
+        return llm.generate(text, params, use_tqdm)[0]
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    return llm.chat(messages, params, use_tqdm=False)[0]
+    return llm.chat(messages, params, use_tqdm)[0]
 
 
 def _summarise(output: "RequestOutput", seconds: float) -> None:

@@ -43,7 +43,8 @@ def test_wrong_requests(invoke) -> None:
     assert invoke("generate", "-m", "echo:", "-p", "x", "--system", "s", "--no-chat").code == 2
     too_long = invoke("generate", "-m", "echo:", "-p", "x" * 100, "--no-chat", "--set", "max_model_len=50")
     assert too_long.code == 1
-    assert "prompt_too_long" in too_long.err
+    assert too_long.err.splitlines()[-1].startswith("error: prompt_too_long: ")
+    assert too_long.err.count("max_model_len") == 1
 
 
 def test_a_model_that_is_not_there(invoke) -> None:
