@@ -162,7 +162,7 @@ def warn_of_failures(outputs: Sequence[RequestOutput | ScoreOutput]) -> None:
     if failed:
         number, error = failed[0]
         log.warning(
-            "%d of %d prompts failed (each output has its `error`), first prompt %d with %s: %s",
+            "%d of %d prompts failed (each output has its `error`); prompt %d: %s: %s",
             len(failed), len(outputs), number, error.code, error.message,
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ def test_failed_prompts_are_said_once_for_a_call(llm: LLM, caplog: pytest.LogCap
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        "2 of 3 prompts failed (each output has its `error`), first prompt 1 with empty_prompt: "
+        "2 of 3 prompts failed (each output has its `error`); prompt 1: empty_prompt: "
         "the prompt has no tokens"
     )
     caplog.clear()
