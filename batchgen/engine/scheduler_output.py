@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from batchgen.errors import EngineError
 from batchgen.sampling_params import SamplingParams
 
 
@@ -90,6 +91,29 @@ class SamplingRow:
     def stop_ids(self) -> frozenset[int]:
         """The request's stop ids."""
         return self.rules.stop_ids
+
+    def tokens_before(self, newest: Mapping[int, int]) -> "array[int]":
+        """Prompt, drawn tokens and drafts before the draw, `key[2]` of them; may be the sequence's own array.
+
+        Args:
+            newest: slot -> the token drawn by the step before, for a history that lacks it.
+
+        Raises:
+            EngineError: the scheduler gave too little.
+        """
+        history, count = self.history, self.key[2] - len(self.drafts)
+        if history is None or len(history) < count - 1:
+            known = None if history is None else len(history)
+            raise EngineError(
+                f"sequence {self.slot}: a draw at position {self.key[2]} comes with {known} tokens"
+            )
+        if len(history) == count and not self.drafts:
+            return history
+        tokens = history[:count]
+        if len(tokens) < count:
+            tokens.append(newest[self.slot])
+        tokens.extend(self.drafts)
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

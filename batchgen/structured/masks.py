@@ -55,7 +55,7 @@ class GrammarMasks:
             grammar = row.params.structured_outputs
             if grammar is None:
                 continue
-            text = self._texts[index] = text_before(row, newest)
+            text = self._texts[index] = row.tokens_before(newest)[row.rules.num_prompt_tokens :]
             try:
                 matcher = self._matcher(row, text)
                 matcher.move(text)
@@ -127,14 +127,3 @@ class GrammarMasks:
         ids = vocabulary.end_ids | (rules.stop_ids & vocabulary.special_ids)
         ends = Ends(ids, vocabulary.bits(ids), ~vocabulary.bits(vocabulary.library_end_ids))
         return SlotMatcher(self._grammars.matcher(grammar), rules, ends)
-
-
-def text_before(row: SamplingRow, newest: Mapping[int, int]) -> "array[int]":
-    """The tokens of a row's sample before its draw, drafts included, without the prompt."""
-    assert row.history is not None, "a row with a grammar comes with its history"
-    begin, end = row.rules.num_prompt_tokens, row.key[2] - len(row.drafts)
-    text = row.history[begin:end]
-    if len(text) < end - begin:
-        text.append(newest[row.slot])
-    text.extend(row.drafts)
-    return text

@@ -17,7 +17,6 @@ from torch import Tensor
 from batchgen.engine.scheduler_output import SamplingRow
 from batchgen.kernels.ops import Kernels
 from batchgen.kernels.sampling import Penalties
-from batchgen.worker.history import history_of
 from batchgen.worker.row_rules import Ids, RowRules
 from batchgen.worker.thinking import ThinkingMarks
 
@@ -51,7 +50,7 @@ def edit_logits(
     for index, (row, rules) in enumerate(zip(rows, known, strict=True)):
         if not rules.edits(row):
             continue
-        history = history_of(row, newest) if row.rules.needs_history else None
+        history = row.tokens_before(newest) if row.rules.needs_history else None
         if rules.allowed is not None:
             allowed.append((index, rules.allowed))
         held_back = rules.held_back(row, history)

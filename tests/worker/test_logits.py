@@ -24,7 +24,6 @@ from batchgen.engine.scheduler_output import DrawRules, SamplingRow
 from batchgen.errors import EngineError
 from batchgen.kernels.ops import Kernels, choose
 from batchgen.sampling_params import SamplingParams
-from batchgen.worker.history import history_of
 from batchgen.worker.row_rules import KnownRules
 from batchgen.worker.sampler import Sampler
 
@@ -203,24 +202,24 @@ class TestHistory:
         )  # fmt: skip
 
     def test_as_given(self) -> None:
-        assert history_of(self.row([1, 2, 3], 3), {}).tolist() == [1, 2, 3]
+        assert self.row([1, 2, 3], 3).tokens_before({}).tolist() == [1, 2, 3]
 
     def test_what_was_added_since_does_not_count(self) -> None:
-        assert history_of(self.row([1, 2, 3, 4, 5], 3), {}).tolist() == [1, 2, 3]
-        assert history_of(self.row([1, 2, 3, 4], 3, (9,)), {}).tolist() == [1, 2, 9]
+        assert self.row([1, 2, 3, 4, 5], 3).tokens_before({}).tolist() == [1, 2, 3]
+        assert self.row([1, 2, 3, 4], 3, (9,)).tokens_before({}).tolist() == [1, 2, 9]
 
     def test_one_short_is_followed_by_the_newest(self) -> None:
         row = self.row([1, 2], 3)
-        assert history_of(row, {7: 50, 8: 60}).tolist() == [1, 2, 50]
+        assert row.tokens_before({7: 50, 8: 60}).tolist() == [1, 2, 50]
         assert row.history is not None
         assert row.history.tolist() == [1, 2]
 
     def test_drafts_come_last(self) -> None:
-        assert history_of(self.row([1, 2], 4, (8, 9)), {}).tolist() == [1, 2, 8, 9]
+        assert self.row([1, 2], 4, (8, 9)).tokens_before({}).tolist() == [1, 2, 8, 9]
 
     def test_too_little_is_a_mistake(self) -> None:
         with pytest.raises(EngineError, match="position 5 comes with 2 tokens"):
-            history_of(self.row([1, 2], 5), {7: 1})
+            self.row([1, 2], 5).tokens_before({7: 1})
 
     def test_the_sequence_may_grow_after_its_draw(self, kernels: Kernels) -> None:
         row = make_row([1, 2, 3], 1, temperature=0, repetition_penalty=1.5)
