@@ -2,7 +2,7 @@
 
 from array import array
 
-_TOKEN_BYTES = array("i").itemsize
+from batchgen.token_search import last_place
 
 
 def propose(tokens: "array[int]", count: int, *, longest: int, shortest: int) -> list[int]:
@@ -18,23 +18,9 @@ def propose(tokens: "array[int]", count: int, *, longest: int, shortest: int) ->
     size = len(tokens)
     haystack = tokens.tobytes()
     for length in range(min(longest, size - 1), shortest - 1, -1):
-        place = _last_before_end(haystack, size, length)
+        place = last_place(tokens[-length:].tobytes(), haystack, size - 1)
         if place is not None:
             start = place + length
             period = size - start
             return [tokens[start + ahead % period] for ahead in range(count)]
     return []
-
-
-def _last_before_end(haystack: bytes, size: int, length: int) -> int | None:
-    """Where the last `length` of `size` tokens stand for the last time before the end, in tokens."""
-    needle = haystack[(size - length) * _TOKEN_BYTES :]
-    end = (size - 1) * _TOKEN_BYTES
-    while True:
-        found = haystack.rfind(needle, 0, end)
-        if found < 0:
-            return None
-        if found % _TOKEN_BYTES == 0:
-            return found // _TOKEN_BYTES
-        # Across the border of two tokens: what is looked for begins further left.
-        end = found + len(needle) - 1

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from batchgen.errors import ConfigError, UnknownNameError
+from batchgen.token_search import last_place
 from batchgen.tokenizer import Tokenizer
 
 DEFAULT_MARKS = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
@@ -71,9 +72,5 @@ def find_marks(
 
 def _last_end_of(mark: "array[int]", history: "array[int]") -> int | None:
     """The place behind the last occurrence of a mark."""
-    wanted, packed, size = mark.tobytes(), history.tobytes(), history.itemsize
-    at = packed.rfind(wanted)
-    # Bytes may match across ids.
-    while at >= 0 and at % size:
-        at = packed.rfind(wanted, 0, at + len(wanted) - 1)
-    return None if at < 0 else at // size + len(mark)
+    place = last_place(mark.tobytes(), history.tobytes(), len(history))
+    return None if place is None else place + len(mark)

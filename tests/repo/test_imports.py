@@ -23,6 +23,7 @@ BASE = (
     "outputs",
     "seeds",
     "content_hash",
+    "token_search",
     "counting",
 )
 MODEL_PARTS = ("kernels", "layers", "quantization", "models")
@@ -33,6 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "version": (),
     "seeds": (),
     "content_hash": (),
+    "token_search": (),
     "registry": ("errors",),
     "field_rules": ("errors",),
     "foreign_names": ("errors",),
