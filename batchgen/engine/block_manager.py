@@ -6,8 +6,9 @@ from collections.abc import Sequence as Items
 
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.group import Group
-from batchgen.engine.prefix_cache import Hits, PrefixCache, first_in_window
+from batchgen.engine.prefix_cache import Hits, PrefixCache
 from batchgen.engine.sequence import Sequence
+from batchgen.windows import blocks_in_window, first_in_window
 
 BlockCopy = tuple[int, int]  # source block, target block
 
@@ -54,10 +55,9 @@ class BlockManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of `num_tokens` tokens needs to compute its next, in all KV groups."""
-        blocks = -(-num_tokens // self.block_size)
         if not self._windowed:
-            return blocks * self.num_groups
-        return sum(min(blocks, self._most_in_window(window)) for window in self.group_windows)
+            return -(-num_tokens // self.block_size) * self.num_groups
+        return sum(blocks_in_window(num_tokens, window, self.block_size) for window in self.group_windows)
 
     def blocks_for_group(self, group: Group, width: int) -> int:
         """Blocks that the first `width` samples of a group need together, those to be forked included.
@@ -231,9 +231,6 @@ class BlockManager:
             if block >= 0
         )
         return sum(self.pool.ref_counts[block] == count for block, count in held.items())
-
-    def _most_in_window(self, window: int | None) -> int:
-        return self.num_blocks if window is None else (window - 2) // self.block_size + 2
 
     def _num_new(self, hits: Hits, num_tokens: int, chunk: int) -> list[int]:
         """Per KV group, the blocks that a sequence needs besides its hits."""

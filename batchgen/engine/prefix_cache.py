@@ -7,6 +7,7 @@ from typing import NamedTuple
 from batchgen.engine.block_pool import BlockPool, ContentKey
 from batchgen.engine.messages import Feature
 from batchgen.engine.sequence import Sequence
+from batchgen.windows import first_in_window
 
 
 def cache_root(
@@ -47,11 +48,6 @@ class Hits(NamedTuple):
     def num_blocks(self) -> int:
         """Blocks of the sequence that need not be computed."""
         return len(self.tables[0])
-
-
-def first_in_window(position: int, window: int | None, block_size: int) -> int:
-    """The first block that the query at `position` reads; it reads itself and the `window - 1` before it."""
-    return 0 if window is None else max(position - window + 1, 0) // block_size
 
 
 class PrefixCache:

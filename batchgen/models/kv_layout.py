@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from batchgen.errors import UnsupportedModelError
 from batchgen.kernels.kv import KVCacheSpec
+from batchgen.windows import blocks_in_window
 
 # What a group costs, in shares of the memory of a sequence: block tables to keep and to hand over.
 GROUP_COST = 0.02
@@ -45,7 +46,9 @@ class KVLayout:
 
     def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
         """Blocks of all groups that hold a sequence of `num_tokens`, of which a step computes `chunk`."""
-        return sum(_blocks(num_tokens, window, chunk, self.spec.block_size) for window in self.windows)
+        return sum(
+            blocks_in_window(num_tokens, window, self.spec.block_size, chunk) for window in self.windows
+        )
 
 
 def kv_layout(specs: Sequence[KVCacheSpec], max_len: int) -> KVLayout:
@@ -95,12 +98,3 @@ def _lay_out(windows: Sequence[int | None], num_places: int, spec: KVCacheSpec) 
         places.append(filled)
         filling[window] = (group, filled + 1)
     return KVLayout(tuple(groups), tuple(places), tuple(of_group), spec)
-
-
-def _blocks(num_tokens: int, window: int | None, chunk: int, block_size: int) -> int:
-    """Blocks that one group of layers keeps for a sequence."""
-    whole = -(-num_tokens // block_size)
-    if window is None:
-        return whole
-    # The first query of a chunk sees window - 1 positions before its own, anywhere among the blocks.
-    return min(whole, (window - 1 + chunk - 2) // block_size + 2)

@@ -24,6 +24,7 @@ BASE = (
     "seeds",
     "content_hash",
     "token_search",
+    "windows",
     "counting",
 )
 MODEL_PARTS = ("kernels", "layers", "quantization", "models")
@@ -35,6 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "seeds": (),
     "content_hash": (),
     "token_search": (),
+    "windows": (),
     "registry": ("errors",),
     "field_rules": ("errors",),
     "foreign_names": ("errors",),
