@@ -211,10 +211,19 @@ def check_engine_limits(params: "SamplingParams", info: "EngineInfo") -> None:
             )
     if params.thinking_token_budget is not None and info.no_thinking is not None:
         raise ConfigError(f"sampling parameter 'thinking_token_budget': {info.no_thinking}")
+    check_token_ids(params, info.vocab_size)
+
+
+def check_token_ids(params: "SamplingParams", vocab_size: int) -> None:
+    """Whether the model has the token ids that parameters name.
+
+    Raises:
+        ConfigError: names the field, the id and the model's last one.
+    """
     for name in ("allowed_token_ids", "logit_bias", "logprob_token_ids", "prompt_logprob_token_ids"):
-        beyond = [token for token in getattr(params, name) or () if token >= info.vocab_size]
+        beyond = [token for token in getattr(params, name) or () if token >= vocab_size]
         if beyond:
             raise ConfigError(
                 f"sampling parameter {name!r} has token id {beyond[0]}, but the model's ids end at "
-                f"{info.vocab_size - 1}"
+                f"{vocab_size - 1}"
             )

@@ -4,7 +4,9 @@ from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.group import Group
 from batchgen.engine.request import Request
 from batchgen.engine.sequence import Sequence
+from batchgen.errors import ConfigError
 from batchgen.outputs import FailureCode, RowFailure
+from batchgen.sampling_checks import check_token_ids
 
 
 def refusal(request: Request, *, max_model_len: int, vocab_size: int) -> RowFailure | None:
@@ -25,12 +27,10 @@ def refusal(request: Request, *, max_model_len: int, vocab_size: int) -> RowFail
                 f"prompt token id {token} at position {prompt.index(token)} is not in the model's vocabulary "
                 f"(0 to {vocab_size - 1})",
             )
-    beyond = [token for token in params.logit_bias or () if token >= vocab_size]
-    if beyond:
-        return RowFailure(
-            FailureCode.INVALID_PARAMETER,
-            f"logit_bias names token id {min(beyond)}; the model's vocabulary is 0 to {vocab_size - 1}",
-        )
+    try:
+        check_token_ids(params, vocab_size)
+    except ConfigError as error:
+        return RowFailure(FailureCode.INVALID_PARAMETER, str(error))
     return None
 
 
