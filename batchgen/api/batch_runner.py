@@ -82,11 +82,14 @@ class BatchRunner:
             self._check_awake()
             bar.see(self.engine.stats())
             with self._aborting(self._enqueued):
+                num_open = 0
                 for output in self._enqueued.values():
-                    if output is not None:
+                    if output is None:
+                        num_open += 1
+                    else:
                         bar.add(output)
-                while None in self._enqueued.values():
-                    self._take(self._enqueued, bar)
+                while num_open:
+                    num_open -= self._take(self._enqueued, bar)
             outputs, self._enqueued = self._enqueued, {}
         return [output for output in outputs.values() if output is not None]
 

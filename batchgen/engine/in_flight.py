@@ -174,8 +174,10 @@ class InFlight:
     def _no_scores(self) -> PromptLogprobs | None:
         """Of a prompt in which there is nothing to score; None if nobody asked, or has been told already."""
         params = self.request.params
+        if params.prompt_logprobs is None:
+            return None
         num_tokens = len(unpack_ids(self.request.prompt_token_ids))
-        if params.prompt_logprobs is None or num_tokens > params.first_prompt_logprob:
+        if num_tokens > params.first_prompt_logprob:
             return None
         return prompt_logprobs((), num_tokens, self._texts, params.flat_logprobs)
 

@@ -104,7 +104,8 @@ class Sampler:
             drawn.grammar = self.grammar.advance(rows, tokens)
         if raw_rows:
             self._tell(raw, raw_rows, known, drawn)
-            told = [index for index in told if index not in set(raw_rows)]
+            raw_ones = set(raw_rows)
+            told = [index for index in told if index not in raw_ones]
         self._tell(logits if len(told) == len(rows) else logits[told], told, known, drawn)
         return drawn
 
