@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
@@ -77,16 +77,12 @@ class PartSection(Section):
     """A sampling parameter that has keys of its own."""
 
     model_config = ConfigDict(populate_by_name=False)
-
-    @classmethod
-    def part(cls) -> type:
-        """The class that checks it."""
-        raise NotImplementedError
+    part: ClassVar[type]  # the class that checks it
 
     def value(self) -> Any:
         """It as that class."""
         names = {name: info.alias or name for name, info in type(self).model_fields.items()}
-        return self.part()(**{names[name]: value for name, value in self.given().items()})
+        return self.part(**{names[name]: value for name, value in self.given().items()})
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -105,8 +101,9 @@ def _part_section(part: type) -> type[PartSection]:
         # pydantic has a method of the name `json`.
         name = f"{spec.name}_" if hasattr(BaseModel, spec.name) else spec.name
         found[name] = (field_type(hints[spec.name]), Field(spec.default, alias=spec.name))
-    base = type(f"_{part.__name__}Base", (PartSection,), {"part": classmethod(lambda cls: part)})
-    return create_model(f"{part.__name__}Section", __base__=base, __module__=__name__, **found)
+    section = create_model(f"{part.__name__}Section", __base__=PartSection, __module__=__name__, **found)
+    section.part = part
+    return section
 
 
 PARTS = {
