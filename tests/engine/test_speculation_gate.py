@@ -10,6 +10,7 @@ import pytest
 from batchgen.engine.speculation import Speculation
 from batchgen.engine.step_times import MeasuredTimes
 from batchgen.ngram_settings import NgramSettings
+from batchgen.testing import FreeDrafts
 
 SETTINGS = NgramSettings(num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=2)
 
@@ -98,14 +99,7 @@ def test_a_text_without_repetition_costs_no_steps() -> None:
 
 
 def test_nobody_drafts_beyond_room_and_budget() -> None:
-    class Free(MeasuredTimes):
-        def seconds(self, num_tokens: int) -> float:
-            return 1.0
-
-        def more_s(self, num_tokens: int, most: int) -> float:
-            return 0.0
-
-    speculation = Speculation(SETTINGS, times=Free())
+    speculation = Speculation(SETTINGS, times=FreeDrafts())
     tokens = array("i", [1, 2, 3, 4, 5, 6, 1, 2, 3])
     sequences = [SimpleNamespace(seq_id=index, token_ids=tokens) for index in range(4)]
     for _ in range(100):

@@ -13,10 +13,9 @@ from batchgen.engine.policy import POLICIES
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.scheduler_output import StepResult
 from batchgen.engine.speculation import Speculation
-from batchgen.engine.step_times import MeasuredTimes
 from batchgen.outputs import FailureCode
 from batchgen.sampling_params import SamplingParams
-from batchgen.testing import CountingExecutor
+from batchgen.testing import CountingExecutor, FreeDrafts
 
 # Few ids, so that what comes repeats itself and drafts are right now and then.
 VOCAB_SIZE = 7
@@ -68,16 +67,6 @@ asks = st.builds(
     streams=st.booleans(),
     comes_at=st.sampled_from([0, 0, 0, 3, 9]),
 )
-
-
-class FreeSteps(MeasuredTimes):
-    """A model on which drafted tokens cost nothing."""
-
-    def seconds(self, num_tokens: int) -> float:
-        return 1.0
-
-    def more_s(self, num_tokens: int, most: int) -> float:
-        return 0.0
 
 
 def make_engine(
@@ -184,7 +173,7 @@ def test_a_request_gives_what_it_gives_alone(
     speculation = None
     if num_drafts:
         drafts = NgramSettings(num_speculative_tokens=num_drafts, prompt_lookup_max=2, prompt_lookup_min=1)
-        speculation = Speculation(drafts, FreeSteps())
+        speculation = Speculation(drafts, FreeDrafts())
     scheduler, executor = make_engine(make_scheduler, blocks, windows, host, speculation=speculation, **rules)
     outputs = drive(scheduler, executor, stream, check_blocks, is_behind=is_behind, lost_steps=lost_steps)
     assert scheduler.blocks.pool.num_free == scheduler.blocks.num_blocks

@@ -10,25 +10,9 @@ from batchgen.jobs.events import EventLog
 from batchgen.jobs.monitor import Monitor
 from batchgen.jobs.progress import ProgressState
 from batchgen.jobs.tally import Tally
+from batchgen.jobs.testing import QuietReporter
 from batchgen.jobs.window import Ready, Window
 from batchgen.sampling_params import SamplingParams
-
-
-class Shown:
-    """A reporter that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.states: list[ProgressState] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, state: ProgressState) -> None:
-        self.states.append(state)
-
-    def close(self) -> None:
-        pass
 
 
 class Waves:
@@ -37,7 +21,7 @@ class Waves:
     def __init__(self, folder: Path, before: int = 0) -> None:
         self.now = 0.0
         self.tally = Tally(rows=before, generated_tokens=before * 100)
-        self.shown = Shown()
+        self.shown = QuietReporter()
         self.events = EventLog(folder / "events")
         self.monitor = Monitor(
             self.events,
