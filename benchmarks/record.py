@@ -1,5 +1,6 @@
 """One measurement as one JSON line: what was measured, on which machine, with which versions and commit."""
 
+import argparse
 import json
 import os
 import platform
@@ -14,6 +15,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("batchgen", "torch", "transformers", "tokenizers", "pyarrow", "triton")
+
+
+def arguments(page: str | None) -> argparse.ArgumentParser:
+    """A benchmark's command line, its docstring as the help; `--no-save` is there already."""
+    parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")
+    return parser
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int]:

@@ -6,7 +6,6 @@ Both generate width × prompts × max_tokens tokens in one engine, taking turns,
 the prefix cache emptied in between.
 """
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -17,9 +16,7 @@ from benchmarks.engine.example_texts import beginnings
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.arguments(__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=16)
@@ -28,7 +25,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=record.machine()["cores"])
     parser.add_argument("--profile", help="write a cProfile of the beam searches here; runs in this process")
-    parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")
     args = parser.parse_args()
 
     from batchgen import LLM, SamplingParams

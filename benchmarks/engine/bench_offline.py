@@ -8,7 +8,6 @@ batchgen starts a fresh engine for every run, so that no prefix is cached from t
 timed.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -155,9 +154,7 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.arguments(__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument(
         "--workloads", default="all", help=f"comma-separated names of files in ${DATA_VARIABLE}"
@@ -166,7 +163,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--batch-sizes", default="8,16,32,64")
     parser.add_argument("--threads", type=int, default=record.machine()["cores"])
-    parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")
     args = parser.parse_args()
 
     theirs = Transformers(args.model, args.threads)

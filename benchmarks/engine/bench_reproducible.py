@@ -7,7 +7,6 @@ the fastest that a library has here, and change bits with the number of rows; ou
 turns on the same requests, greedily; the line also says how many rows came out with other tokens.
 """
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -66,16 +65,13 @@ def engine(model: str, threads: int, with_torch: bool) -> Any:
 
 def main() -> None:
     """Measure every batch size; print, and add a line each to results/."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.arguments(__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=record.machine()["cores"])
-    parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")
     args = parser.parse_args()
 
     from batchgen import SamplingParams

@@ -6,7 +6,6 @@ The model continues the third copy of a text, greedily, which drafts well; and p
 temperature 1, which draft badly. Two engines take turns on the same requests; the tokens must be equal.
 """
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -27,15 +26,12 @@ def copies(tokenizer: Any, count: int) -> list[dict[str, list[int]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.arguments(__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=record.machine()["cores"])
-    parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")
     args = parser.parse_args()
 
     from batchgen import LLM, SamplingParams

@@ -6,7 +6,6 @@ A real model draws texts at temperature 1 under three grammars; the engine runs 
 that find masks, apply them and take the drawn tokens are timed inside it.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -76,13 +75,10 @@ class Timer:
 
 def main() -> None:
     """Measure compilation, then every grammar at every batch size; print, and add a line each to results/."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.arguments(__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")
     args = parser.parse_args()
 
     from batchgen import LLM, SamplingParams

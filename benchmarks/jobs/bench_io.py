@@ -5,7 +5,6 @@
 Reading Parquet, rendering, tokenizing by bytes, committing and sealing shards, in the temporary folder.
 """
 
-import argparse
 import resource
 import tempfile
 import time
@@ -43,12 +42,9 @@ def one_run(folder: Path, number: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.arguments(__doc__)
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as temporary:
