@@ -1,0 +1,73 @@
+/* Linear layer on 8-bit integers: how it is packed, cut into chunks and given to a path (linear_int8.h). */
+#include "linear_int8.h"
+
+#include "kernels.h"
+
+/* Rows of a chunk at most: their values stay in the L2 cache while panels pass. */
+#define ROW_GROUP 256
+#define STEP_PANELS 4 /* chunks begin at a multiple of this many panels */
+
+/* Bytes of a packed weight: its panels, and three numbers for each column. */
+int64_t bg_int8_bytes(int64_t columns, int64_t depth) { return panels_of(columns) * PANEL * (depth + 12); }
+
+/* weight [columns, width], scale [columns], bias [columns] or NULL; depth: width padded. */
+void bg_int8_pack(const int8_t *weight, const float *scale, const float *bias, int8_t *packed, int64_t columns,
+                  int64_t width, int64_t depth, int threads) {
+    LinearInt8 p = {.packed = packed, .columns = columns, .depth = depth};
+    float *scales = (float *)column_scales(&p), *biases = (float *)column_biases(&p);
+    int32_t *sums = (int32_t *)column_sums(&p);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t panel = 0; panel < panels_of(columns); panel++) {
+        int8_t *to = packed + panel * PANEL * depth;
+        memset(to, 0, (size_t)(PANEL * depth));
+        for (int64_t c = 0; c < PANEL; c++) {
+            int64_t n = panel * PANEL + c;
+            int32_t sum = 0;
+            for (int64_t k = 0; n < columns && k < width; k++) {
+                int8_t value = weight[n * width + k];
+                to[k / 4 * 4 * PANEL + c * 4 + k % 4] = value;
+                sum += value;
+            }
+            scales[n] = n < columns ? scale[n] : 0.0f;
+            biases[n] = n < columns && bias ? bias[n] : 0.0f;
+            sums[n] = sum;
+        }
+    }
+}
+
+static int may_use_amx = 1;
+
+static int uses_amx(void) { return may_use_amx && amx_is_usable(); }
+
+/* For tests and benchmarks: keep to vectors although AMX is there. Returns whether AMX is used from now on. */
+int64_t bg_int8_use_amx(int64_t is_wanted) {
+    may_use_amx = is_wanted != 0;
+    return uses_amx();
+}
+
+static int64_t row_groups(int64_t rows) { return (rows + ROW_GROUP - 1) / ROW_GROUP; }
+
+static int64_t chunks(const void *args, const Step *step) {
+    const LinearInt8 *p = args;
+    int64_t rows = step_size(step, p->rows), groups = row_groups(rows);
+    if (!rows || !p->columns) return 0;
+    int64_t steps = (panels_of(p->columns) + STEP_PANELS - 1) / STEP_PANELS;
+    /* Nanoseconds for one step of panels: weights at 8 GB/s and products at the pace of the path. */
+    int64_t weights = STEP_PANELS * PANEL * p->depth, products = weights * p->planes * ((rows + groups - 1) / groups);
+    int64_t cost = weights / 8 + products / (uses_amx() ? 700 : 100);
+    int64_t wanted = even_chunks(groups * steps, cost, step), each = (wanted + groups - 1) / groups;
+    return groups * min_of(each, steps);
+}
+
+static void run(const void *args, Step *step, int64_t chunk, int64_t of) {
+    const LinearInt8 *p = args;
+    int64_t rows = step_size(step, p->rows), groups = row_groups(rows), each = of / groups;
+    int64_t group = chunk / each, panels = panels_of(p->columns), steps = (panels + STEP_PANELS - 1) / STEP_PANELS;
+    int64_t panel = chunk_begin(steps, chunk % each, each) * STEP_PANELS;
+    int64_t panel_end = min_of(chunk_begin(steps, chunk % each + 1, each) * STEP_PANELS, panels);
+    int64_t row = chunk_begin(rows, group, groups), row_end = chunk_begin(rows, group + 1, groups);
+    int error = (uses_amx() ? int8_region_amx : int8_region_vector)(p, row, row_end, panel, panel_end);
+    if (error) step_fail(step, error);
+}
+
+const Kernel kernel_linear_int8 = {chunks, run};
