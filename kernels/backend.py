@@ -2,6 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from batchgen.errors import KernelError
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.program import Program, StepSizes
 from batchgen.kernels.sampling import Draws, Penalties, Scores
 from batchgen.registry import Registry
 
@@ -17,7 +19,7 @@ log = logging.getLogger("batchgen.kernels")
 
 # The order is the order of the printed choices. `store_kv` follows `attention`: both must know one layout.
 OPERATIONS = (
-    "linear", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "attention", "store_kv",
+    "linear", "gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "attention", "store_kv",
     "sample", "score_tokens", "penalise",
 )  # fmt: skip
 
@@ -58,10 +60,6 @@ class PackedLinear(ABC):
     out_features: int
 
     @abstractmethod
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight: ids [T] int64 -> [T, K], so that a tied embedding needs no second copy."""
-
-    @abstractmethod
     def tensors(self) -> list[Tensor]:
         """All that is kept, so that it can be moved out of the way and back."""
 
@@ -95,8 +93,16 @@ class KernelBackend(ABC):
         """See `Kernels.pack_linear`."""
         raise NotImplementedError
 
+    def record(self, build: Callable[[], None], sizes: StepSizes) -> Program | None:
+        """See `Kernels.record`."""
+        return None
+
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
+        raise NotImplementedError
+
+    def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> Tensor:
+        """See `Kernels.gather_rows`."""
         raise NotImplementedError
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:

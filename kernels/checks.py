@@ -83,6 +83,23 @@ def check_linear(home: Home, x: Tensor, packed: PackedLinear, out: Tensor | None
         raise type(error)(f"{error}; the weight is [{packed.out_features}, {packed.in_features}]")
 
 
+def check_gather_rows(home: Home, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> None:
+    """Want source [P, E] contiguous, or packed; ids [T] int64."""
+    if isinstance(source, PackedLinear):
+        width, table = source.in_features, None
+    else:
+        width, table = source.shape[-1], source
+    if (
+        ids.dim() != 1
+        or ids.dtype is not torch.int64
+        or not ids.is_contiguous()
+        or not _is_at(home.device, ids)
+        or not _is_out(out, home, (ids.shape[0], width))
+        or (table is not None and (table.dim() != 2 or not _is_out(table, home, table.shape)))
+    ):
+        raise _disagree("gather_rows", home, **_given(source=table, ids=ids, out=out))
+
+
 def check_rows(op: str, home: Home, x: Tensor, weight: Tensor, out: Tensor | None) -> None:
     """Want x [T, E] or [T, H, E], dense in all but the first dimension; weight [E]."""
     shape, stride = x.shape, x.stride()

@@ -5,7 +5,7 @@ size, I intermediate size, K and N input and output size of a linear layer, B to
 R rows of logits, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from batchgen.kernels.backend import (
     select,
 )
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV, torch_dtype
+from batchgen.kernels.program import Program, StepSizes
 from batchgen.kernels.sampling import Draws, Penalties, Scores
 
 __all__ = ["Choice", "Kernels", "PackedLinear", "choose"]
@@ -52,9 +53,9 @@ def choose(
     """
     shape = OpShape(head_dim=head_dim, block_size=block_size, reproducible=reproducible)
     choices = {op: select(op, device, dtype, shape, backend=backend) for op in OPERATIONS}
-    if choices["store_kv"].backend != choices["attention"].backend:
-        owner = choices["attention"].backend
-        choices["store_kv"] = Choice(owner, "attention reads its layout")
+    for op, owner in (("store_kv", "attention"), ("gather_rows", "linear")):
+        if choices[op].backend != choices[owner].backend:
+            choices[op] = Choice(choices[owner].backend, f"{owner} has its layout")
     return Kernels(choices, dtype=dtype, device=device)
 
 
@@ -78,10 +79,12 @@ class Kernels:
         backends: dict[str, KernelBackend] = {
             op: BACKENDS.get(choice.backend) for op, choice in choices.items()
         }
-        if backends["attention"] is not backends["store_kv"]:
-            raise KernelError(f"attention and store_kv need one backend; got {self.choices}")
+        for op, owner in (("store_kv", "attention"), ("gather_rows", "linear")):
+            if backends[op] is not backends[owner]:
+                raise KernelError(f"{owner} and {op} need one backend; got {self.choices}")
         self._kv = backends["attention"]
         self._linear, self._pack_linear = backends["linear"].linear, backends["linear"].pack_linear
+        self._gather_rows = backends["gather_rows"].gather_rows
         self._rms_norm, self._add_rms_norm = (
             backends["rms_norm"].rms_norm,
             backends["add_rms_norm"].add_rms_norm,
@@ -90,12 +93,28 @@ class Kernels:
         self._attention, self._store_kv = self._kv.attention, self._kv.store_kv
         self._sample, self._penalise = backends["sample"].sample, backends["penalise"].penalise
         self._score_tokens = backends["score_tokens"].score_tokens
+        forward = {backends[op] for op in OPERATIONS if op not in ("sample", "score_tokens", "penalise")}
+        self._recorder = forward.pop() if len(forward) == 1 else None
         self._is_reproducible = all(op in backend.invariant for op, backend in backends.items())
 
     @property
     def is_reproducible(self) -> bool:
         """Whether every operation gives a row the same bits in any batch, order and chunking."""
         return self._is_reproducible
+
+    def record(self, build: Callable[[], None], sizes: StepSizes) -> Program | None:
+        """Record the operations that `build` calls, without running them.
+
+        Args:
+            build: calls operations of this object only, on tensors that stay where they are; results that it
+                does not give an `out` for are memory of the program.
+            sizes: of the tensors that `build` works on, all different; a step of the program has at most so
+                many of each.
+
+        Returns: the program, or None if the backends cannot record; then nothing was called.
+        Raises: KernelError if an operation's rows are none of a step's.
+        """
+        return None if self._recorder is None else self._recorder.record(build, sizes)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Lay a linear layer's weight out as its backend wants it.
@@ -113,6 +132,17 @@ class Kernels:
         """
         checks.check_linear(self.home, x, packed, out)
         return self._linear(x, packed, out)
+
+    def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Pick rows of a table, or of a packed weight: so that a tied embedding needs no second copy.
+
+        Shapes: source [P, E], contiguous, or a weight [P, E] as `pack_linear` gave it; ids [T] int64.
+
+        Returns: [T, E].
+        Raises: KernelError if an id is outside of the rows.
+        """
+        checks.check_gather_rows(self.home, source, ids, out)
+        return self._gather_rows(source, ids, out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Divide each row by its root mean square and multiply by the weight.

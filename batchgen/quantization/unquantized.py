@@ -87,4 +87,4 @@ class Unquantized(LinearMethod):
     @override
     def rows(self, weights: FloatWeights, ids: Tensor) -> Tensor:
         assert weights.packed is not None
-        return weights.packed.rows(ids)
+        return self.kernels.gather_rows(weights.packed, ids)

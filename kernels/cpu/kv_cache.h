@@ -6,10 +6,8 @@
 
 #include <stdint.h>
 
+#include "op.h"
 #include "simd.h"
-
-/* What the functions return in place of 0; the binding turns them into errors. */
-enum { BAD_LENGTH = -1, BAD_BLOCK = -2, BAD_SLOT = -3, NO_MEMORY = -4 };
 
 typedef struct {
     float *data;

@@ -11,15 +11,12 @@ from batchgen.kernels.cpu.build import BuildError, library_path
 log = logging.getLogger("batchgen.kernels")
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_SIGNATURES: dict[str, str] = {  # p pointer, n size or stride, i int, f float; the result after the colon
+# Functions beside the table of kernels: p pointer, n size or stride, i int, f float; result after the colon.
+_SIGNATURES: dict[str, str] = {
     "bg_panel": ":n",
     "bg_linear_pack": "ppnni:",
-    "bg_linear_rows": "pppnnni:n",
-    "bg_linear": "pnpppnnni:",
-    "bg_rms_norm": "pnppnnnfi:",
-    "bg_add_rms_norm": "pnpppnnfi:",
-    "bg_rotary": "pnnpnnnpnpnnii:n",
-    "bg_silu_mul": "pnpnni:",
+    "bg_run": "pnpi:n",
+    "bg_run_once": "pni:n",
     "bg_store_kv": "pnpnpnpnnnni:n",
     "bg_attention": "pnnpnnnnnpppnnffnpi:n",
     "bg_sample": "pnnnpppppppi:n",
@@ -30,7 +27,10 @@ _TYPES = {"p": _POINTER, "n": _SIZE, "i": _INT, "f": _FLOAT}
 
 
 class Library:
-    """The functions of the library, as plain attributes so that a call costs no look-up by name."""
+    """The functions of the library, as plain attributes so that a call costs no look-up by name.
+
+    `kinds` numbers its kernels: the rows of the table in kernels.h by name.
+    """
 
     def __init__(self, path: Path):
         loaded = ctypes.CDLL(str(path))
@@ -43,19 +43,24 @@ class Library:
             return found  # type: ignore[no-any-return]
 
         self.path = path
+        self.kinds = _kinds(loaded)
+        self.run, self.run_once = function("bg_run"), function("bg_run_once")
         self.panel = function("bg_panel")()
         self.linear_pack = function("bg_linear_pack")
-        self.linear_rows = function("bg_linear_rows")
-        self.linear = function("bg_linear")
-        self.rms_norm = function("bg_rms_norm")
-        self.add_rms_norm = function("bg_add_rms_norm")
-        self.rotary = function("bg_rotary")
-        self.silu_mul = function("bg_silu_mul")
         self.store_kv = function("bg_store_kv")
         self.attention = function("bg_attention")
         self.sample = function("bg_sample")
         self.score_tokens = function("bg_score_tokens")
         self.penalise = function("bg_penalise")
+
+
+def _kinds(loaded: ctypes.CDLL) -> dict[str, int]:
+    name_of = loaded.bg_kernel_name
+    name_of.argtypes, name_of.restype = [_SIZE], ctypes.c_char_p
+    kinds: dict[str, int] = {}
+    while (name := name_of(len(kinds))) is not None:
+        kinds[name.decode()] = len(kinds)
+    return kinds
 
 
 @cache

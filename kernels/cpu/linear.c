@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kernels.h"
 #include "simd.h"
 
 #if VW == 16
@@ -22,9 +23,8 @@
 #define PIECE 768
 /* Floats of packed weight that are kept in the L2 cache while all rows pass over them. */
 #define RESIDENT (128 * 1024)
-
-/* Below this many weights the second thread costs more than it brings. */
-#define SERIAL_WEIGHTS 32768
+/* Rows of a chunk, so that its x stays in the L2 cache with the panels. */
+#define GROUP_ROWS 192
 
 typedef struct {
     const float *x;
@@ -52,19 +52,6 @@ void bg_linear_pack(const float *weight, float *packed, int64_t columns, int64_t
                 for (int64_t k = 0; k < depth; k++) to[k * PANEL + c] = 0.0f;
         }
     }
-}
-
-/* Rows `ids` of the weight, out of the packed layout. Returns 0, or -1 if an id is out of range. */
-int64_t bg_linear_rows(const float *packed, const int64_t *ids, float *out, int64_t count, int64_t columns,
-                       int64_t depth, int threads) {
-    for (int64_t i = 0; i < count; i++)
-        if (ids[i] < 0 || ids[i] >= columns) return -1;
-#pragma omp parallel for num_threads(threads) schedule(static) if (count > 8)
-    for (int64_t i = 0; i < count; i++) {
-        const float *from = packed + ids[i] / PANEL * depth * PANEL + ids[i] % PANEL;
-        for (int64_t k = 0; k < depth; k++) out[i * depth + k] = from[k * PANEL];
-    }
-    return 0;
 }
 
 /* One tile: m rows of `x` (packed PIECE apart) times one piece of one panel, stored or added to `out`. */
@@ -151,25 +138,61 @@ static void region(const Product *p, int64_t row, int64_t row_end, int64_t panel
     }
 }
 
-void bg_linear(const float *x, int64_t x_stride, const float *packed, const float *bias, float *out, int64_t rows,
-               int64_t columns, int64_t depth, int threads) {
-    Product product = {x, x_stride, packed, bias, out, rows, columns, depth};
-    int64_t panels = (columns + PANEL - 1) / PANEL;
-    if (threads < 2 || rows * columns * depth < SERIAL_WEIGHTS) {
-        region(&product, 0, rows, 0, panels);
-        return;
-    }
-    /* Few panels for many threads: rows are cut as well, so that there are units to share out evenly. */
-    int64_t groups = (4 * threads + panels - 1) / panels, most = (rows + ROWS - 1) / ROWS;
-    if (groups > most) groups = most;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int share = 0; share < threads; share++) {
-        int64_t unit = panels * groups * share / threads, end = panels * groups * (share + 1) / threads;
-        while (unit < end) {
-            int64_t group = unit / panels, stop = (group + 1) * panels < end ? (group + 1) * panels : end;
-            region(&product, rows * group / groups, rows * (group + 1) / groups, unit - group * panels,
-                   stop - group * panels);
-            unit = stop;
+static int64_t panels_of(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
+
+/* Rows are cut as well as panels once there are more than GROUP_ROWS of them, or too few panels for all threads. */
+static int64_t row_groups(const Product *p, int64_t rows, const Step *step) {
+    int64_t tiles = (rows + ROWS - 1) / ROWS, panels = panels_of(p->columns);
+    int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS, wanted = (4 * step->threads + panels - 1) / panels;
+    if (step->threads > 1 && groups < wanted) groups = wanted;
+    return groups < tiles ? groups : tiles;
+}
+
+static int64_t linear_chunks(const void *args, const Step *step) {
+    const Product *p = args;
+    int64_t rows = step_size(step, p->rows), groups = row_groups(p, rows, step), panels = panels_of(p->columns);
+    if (!groups) return 0;
+    /* A thread does about 32 products a nanosecond when rows are many, and waits for the weight when they are few. */
+    int64_t tall = rows / groups < 8 ? 8 : rows / groups;
+    return groups * even_chunks(panels, PANEL * p->depth * tall / 32 + 1, step);
+}
+
+static void linear_run(const void *args, Step *step, int64_t chunk, int64_t of) {
+    Product product = *(const Product *)args;
+    product.rows = step_size(step, product.rows);
+    int64_t groups = row_groups(&product, product.rows, step), group = chunk % groups, panels = panels_of(product.columns);
+    int64_t share = chunk / groups, shares = of / groups;
+    region(&product, chunk_begin(product.rows, group, groups), chunk_begin(product.rows, group + 1, groups),
+           chunk_begin(panels, share, shares), chunk_begin(panels, share + 1, shares));
+}
+
+const Kernel kernel_linear = {linear_chunks, linear_run};
+
+typedef struct {
+    const float *packed;
+    const int64_t *ids;
+    float *out; /* [count, depth] */
+    int64_t count, columns, depth;
+} Gather;
+
+static int64_t gather_chunks(const void *args, const Step *step) {
+    const Gather *a = args;
+    /* Each float is on a cache line of its own. */
+    return even_chunks(step_size(step, a->count), 2 * a->depth, step);
+}
+
+/* Rows `ids` of the weight, out of the packed layout. */
+static void gather_run(const void *args, Step *step, int64_t chunk, int64_t of) {
+    const Gather *a = args;
+    int64_t count = step_size(step, a->count), end = chunk_begin(count, chunk + 1, of);
+    for (int64_t i = chunk_begin(count, chunk, of); i < end; i++) {
+        if (a->ids[i] < 0 || a->ids[i] >= a->columns) {
+            step_fail(step, BAD_ROW);
+            return;
         }
+        const float *from = a->packed + a->ids[i] / PANEL * a->depth * PANEL + a->ids[i] % PANEL;
+        for (int64_t k = 0; k < a->depth; k++) a->out[i * a->depth + k] = from[k * PANEL];
     }
 }
+
+const Kernel kernel_gather_packed = {gather_chunks, gather_run};

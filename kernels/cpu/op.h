@@ -12,6 +12,9 @@
 
 #define OP_FIELDS 24 /* 8-byte fields of an Op, the kind included */
 
+/* What goes wrong; the binding turns these into words. */
+enum { BAD_LENGTH = -1, BAD_BLOCK = -2, BAD_SLOT = -3, NO_MEMORY = -4, BAD_POSITION = -5, BAD_ROW = -6 };
+
 /* Sizes that differ from step to step stand in an operation as these; every other size is the number itself. */
 enum { STEP_TOKENS = -1, STEP_ROWS = -2, STEP_SEQUENCES = -3, STEP_TABLE_WIDTH = -4, STEP_SIZES = 8 };
 
@@ -30,7 +33,7 @@ typedef struct {
 
 /* A kernel reads `args` as a struct of its own, of pointers, int64_t and double only. */
 typedef struct {
-    /* Into how many chunks the work is cut, 0 for none. Every thread asks, and must get the same answer. */
+    /* Into how many chunks the work is cut, 0 for none. Several threads may ask; the first answer counts. */
     int64_t (*chunks)(const void *args, const Step *step);
     /* Does one chunk of `of`. Any order, any thread. */
     void (*run)(const void *args, Step *step, int64_t chunk, int64_t of);

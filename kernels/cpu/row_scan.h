@@ -10,10 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "op.h"
 #include "simd.h"
 
 #define STRETCH 128
-#define NO_MEMORY -4
 
 /* Below this many logits a second thread costs more than it brings. */
 #define SERIAL_LOGITS 131072

@@ -7,7 +7,7 @@ from typing_extensions import override
 from batchgen.kernels.backend import BACKENDS, OPERATIONS, KernelBackend, PackedLinear
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
 from batchgen.kernels.reference import attention, elementwise, kv_cache, sampling
-from batchgen.kernels.reference.linear import ReferenceLinear, linear
+from batchgen.kernels.reference.linear import ReferenceLinear, gather_rows, linear
 from batchgen.kernels.sampling import Draws, Penalties, Scores
 
 
@@ -17,7 +17,7 @@ class ReferenceBackend(KernelBackend):
     name = "reference"
     operations = frozenset(OPERATIONS)
     # Each of these computes a row by itself; torch's matrix products do not.
-    invariant = frozenset({"rms_norm", "add_rms_norm", "rotary", "silu_mul"})
+    invariant = frozenset({"gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul"})
 
     @override
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -27,6 +27,11 @@ class ReferenceBackend(KernelBackend):
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
         assert isinstance(packed, ReferenceLinear)
         return _into(out, linear(x, packed))
+
+    @override
+    def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> Tensor:
+        assert isinstance(source, Tensor | ReferenceLinear)
+        return _into(out, gather_rows(source, ids))
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:

@@ -23,18 +23,27 @@ def test_linear_is_the_reference(rows, inputs, outputs, has_bias, make_kernels):
     assert relative_rms(kernels.linear(x, packed), expected) < TOLERANCE["float32"]
 
 
-def test_rows_of_the_weight(make_kernels, num_threads):
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_rows_of_a_table_or_a_weight(make_kernels, num_threads, is_packed):
     kernels, weight = make_kernels(), _draw(70, 40)
-    packed = kernels.pack_linear(weight.clone())
+    source = kernels.pack_linear(weight.clone()) if is_packed else weight.clone()
     ids = torch.tensor([69, 0, 31, 32, 33, 69, 1, 2, 3, 4, 5])
-    assert torch.equal(packed.rows(ids), weight[ids])
-    assert packed.rows(ids[:0]).shape == (0, 40)
+    assert torch.equal(kernels.gather_rows(source, ids), weight[ids])
+    assert kernels.gather_rows(source, ids[:0]).shape == (0, 40)
+    out = torch.full((11, 40), float("nan"))
+    assert kernels.gather_rows(source, ids, out) is out
+    assert torch.equal(out, weight[ids])
+    many = torch.arange(70).repeat(50)
+    assert torch.equal(kernels.gather_rows(source, many), weight[many])
 
 
-def test_row_outside_of_the_weight_is_an_error(make_kernels, backend):
-    packed = make_kernels().pack_linear(_draw(70, 40))
-    with pytest.raises(IndexError if backend == "reference" else KernelError):
-        packed.rows(torch.tensor([70]))
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("wrong", [70, -1])
+def test_row_outside_of_the_weight_is_an_error(make_kernels, is_packed, wrong):
+    kernels, weight = make_kernels(), _draw(70, 40)
+    source = kernels.pack_linear(weight) if is_packed else weight
+    with pytest.raises(KernelError, match="gather_rows: an id is outside of the 70 rows"):
+        kernels.gather_rows(source, torch.tensor([3, wrong, 0]))
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 96), (1600, 40), (65, 17)])

@@ -1,0 +1,21 @@
+/* The table of kernels. A kernel `name` is defined in one source file as `const Kernel kernel_name = {chunks, run};` and has
+ * a line here; the program finds it by its row, Python finds the row by its name. */
+#ifndef BATCHGEN_KERNELS_H
+#define BATCHGEN_KERNELS_H
+
+#include "op.h"
+
+#define ALL_KERNELS(X) \
+    X(linear) \
+    X(gather_packed) \
+    X(gather_rows) \
+    X(rms_norm) \
+    X(add_rms_norm) \
+    X(rotary) \
+    X(silu_mul)
+
+#define DECLARE(name) extern const Kernel kernel_##name;
+ALL_KERNELS(DECLARE)
+#undef DECLARE
+
+#endif
