@@ -7,8 +7,8 @@ from torch import Tensor
 
 GROUP = 64  # the values of a token are padded with zeros to a multiple of this
 LEVELS = {8: 127, 16: 32767}  # bits -> largest value
-# Most inputs of a layer: a sum over them of 255 * 127 each is an int32.
-MAX_WIDTH = (2**31 - 1) // (255 * 127) // GROUP * GROUP
+# Most inputs of a layer: a sum over them of 255 * 128 each is an int32.
+MAX_WIDTH = (2**31 - 1) // (255 * 128) // GROUP * GROUP
 
 
 @dataclass(frozen=True, slots=True)

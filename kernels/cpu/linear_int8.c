@@ -59,15 +59,26 @@ static int64_t chunks(const void *args, const Step *step) {
     return groups * min_of(each, steps);
 }
 
+static int region(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+    return (uses_amx() ? int8_region_amx : int8_region_vector)(p, row, row_end, panel, panel_end);
+}
+
 static void run(const void *args, Step *step, int64_t chunk, int64_t of) {
     const LinearInt8 *p = args;
     int64_t rows = step_size(step, p->rows), groups = row_groups(rows), each = of / groups;
     int64_t group = chunk / each, panels = panels_of(p->columns), steps = (panels + STEP_PANELS - 1) / STEP_PANELS;
     int64_t panel = chunk_begin(steps, chunk % each, each) * STEP_PANELS;
     int64_t panel_end = min_of(chunk_begin(steps, chunk % each + 1, each) * STEP_PANELS, panels);
-    int64_t row = chunk_begin(rows, group, groups), row_end = chunk_begin(rows, group + 1, groups);
-    int error = (uses_amx() ? int8_region_amx : int8_region_vector)(p, row, row_end, panel, panel_end);
+    int error = region(p, chunk_begin(rows, group, groups), chunk_begin(rows, group + 1, groups), panel, panel_end);
     if (error) step_fail(step, error);
+}
+
+int linear_int8_panels(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end, float *out,
+                       int64_t out_stride) {
+    LinearInt8 part = *p;
+    part.out = out - row * out_stride - panel * PANEL;
+    part.out_stride = out_stride;
+    return region(&part, row, row_end, panel, panel_end);
 }
 
 const Kernel kernel_linear_int8 = {chunks, run};

@@ -13,7 +13,7 @@
 #include "op.h"
 #include "simd.h"
 
-#define PANEL 16
+#define PANEL 16 /* columns */
 
 typedef struct {
     const int8_t *values; /* [rows][planes][depth], `stride` bytes between rows */
@@ -57,6 +57,11 @@ INLINE void finish_panel(const LinearInt8 *p, const int32_t *high, const int32_t
 /* Rows [row, row_end) times panels [panel, panel_end), by each way there is to do it. Returns 0 or an error code. */
 int int8_region_vector(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end);
 int int8_region_amx(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end);
+
+/* Part of a product into memory of the caller's: out[0] is row `row`, first column of `panel`. It uses the thread's
+ * scratch. Returns 0 or an error code. */
+int linear_int8_panels(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end, float *out,
+                       int64_t out_stride);
 
 /* Whether this process may use AMX: built for it, and the system lets it. */
 int amx_is_usable(void);
