@@ -95,7 +95,7 @@ def test_linear_with_bias(kernels):
         torch.tensor([[1.0, 2.0], [0.0, -1.0]]).double(), torch.tensor([10.0, 20.0]).double()
     )
     assert kernels.linear(torch.tensor([[3.0, 4.0]]).double(), packed).tolist() == [[21.0, 16.0]]
-    assert packed.rows(torch.tensor([1, 0])).tolist() == [[0.0, -1.0], [1.0, 2.0]]
+    assert kernels.gather_rows(packed, torch.tensor([1, 0])).tolist() == [[0.0, -1.0], [1.0, 2.0]]
 
 
 def test_rms_norm(kernels):
