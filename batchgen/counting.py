@@ -23,6 +23,7 @@ from batchgen.engine.scheduler_output import (
 from batchgen.errors import WeightsError
 from batchgen.sampling_params import SamplingParams
 from batchgen.seeds import mix64
+from batchgen.whole_steps import WholeSteps
 from batchgen.worker.executor import ExecutorInfo
 
 
@@ -105,6 +106,7 @@ class CountingExecutor:
         self._blocks: list[Block] = [[None] * self.block_size for _ in range(num_blocks)]
         self._host_blocks: list[Block] = [[] for _ in range(num_cpu_blocks)]
         self._last: dict[int, int] = {}
+        self._whole = WholeSteps()
         self._before_step = before_step
         limits = {
             "max_num_seqs": config.scheduler.max_num_seqs or 8,
@@ -122,10 +124,12 @@ class CountingExecutor:
             resolved={**config.to_engine_args(), **limits, "num_gpu_blocks_override": num_blocks},
             environment={},
             reproducible=True,
+            continues=True,
         )
 
     def execute(self, step: SchedulerOutput) -> StepResult:
         """Swap and copy blocks, write the step's tokens, then draw from what is stored."""
+        step = self._whole.spelled_out(step)
         if self._before_step is not None:
             self._before_step(step)
         self.steps.append((len(step.sequences), step.num_tokens))
@@ -153,6 +157,7 @@ class CountingExecutor:
         self._last = dict(drawn)
         scores = {each.seq_id: _scores(each) for each in step.sequences if each.scores}
         tokens: list[int | None] = [token for _, token in drawn]
+        self._whole.drawn(tokens)
         return StepResult(step.step, tokens, logprobs, candidates, prompt_logprobs=scores)
 
     def refusal(self, params: SamplingParams) -> str | None:

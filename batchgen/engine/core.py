@@ -80,6 +80,7 @@ class EngineCore:
             speculation=None if ngram is None else Speculation(ngram),
             decoder=self._tokenizer,
             accepts=executor.accepts,
+            continues=loaded.continues,
         )
         # The watching thread must not keep the model alive: it knows only the table of requests.
         self._watchdog = Watchdog(partial(_describe_running, self._scheduler.table))

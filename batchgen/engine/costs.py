@@ -57,7 +57,7 @@ class CostModel:
             self._has_bytes = True
         num_tokens = step.num_tokens
         # Mostly prompts: several tokens a sequence.
-        if num_tokens >= max(_LEAST_TOKENS, 4 * len(step.sequences)) and seconds > result.swap_s:
+        if num_tokens >= max(_LEAST_TOKENS, 4 * step.num_sequences) and seconds > result.swap_s:
             rate = num_tokens / (seconds - result.swap_s)
             self.tokens_per_s = _mean(self.tokens_per_s, rate, self._has_tokens)
             self._has_tokens = True

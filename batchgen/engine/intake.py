@@ -61,8 +61,9 @@ class Intake:
             request = step.scored[seq_id]
             request.prompt_logprobs += scores
             request.num_scores += len(scores)
+        self._take_continued(step.continued, result, now)
         beams: dict[int, dict[Sequence, int]] = {}
-        row = 0
+        row = len(step.continued)
         for sequence, drafts in step.draws:
             sequence.num_placeholders -= 1
             if not sequence.is_finished:
@@ -83,6 +84,21 @@ class Intake:
             if not sequence.is_finished:
                 self._pins.pin(sequence)
                 self._table.finish(sequence, Stop(FinishReason.STOP))
+
+    def _take_continued(self, sequences: list[Sequence], result: StepResult, now: float) -> None:
+        """One token for each; their rows are the first."""
+        is_plain = not (result.logprobs or result.grammar)
+        tokens, accept = result.token_ids, self._table.accept
+        for row, sequence in enumerate(sequences):
+            sequence.num_placeholders -= 1
+            if sequence.is_finished:
+                continue
+            sequence.request.last_token_at = now
+            token = tokens[row]
+            if is_plain and token is not None:
+                accept(sequence, token)
+            else:
+                self._take_row(sequence, row, result)
 
     def _take_drafted(self, sequence: Sequence, drafts: Drafts, row: int, result: StepResult) -> None:
         """Accept drawn tokens while they are those that were drafted, and the first that is not."""

@@ -27,6 +27,7 @@ class Request:
         "arrival",
         "arrived_at",
         "cache_root",
+        "end_ids",
         "eos_ids",
         "first_scored",
         "first_token_at",
@@ -77,10 +78,11 @@ class Request:
         limit = max_model_len if params.max_tokens is None else len(self.prompt) + params.max_tokens
         self.max_total_tokens = min(limit, max_model_len)
         self.eos_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self.end_ids = self.eos_ids.union(params.stop_token_ids)
         # What is kept from being drawn before `min_tokens`; an id that the logits do not have needs no mask.
         self.rules = DrawRules(
             params,
-            frozenset(token for token in self.eos_ids.union(params.stop_token_ids) if token < vocab_size),
+            frozenset(token for token in self.end_ids if token < vocab_size),
             source.bad_words,
             len(self.prompt),
             params.needs_history,

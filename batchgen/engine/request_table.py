@@ -123,12 +123,16 @@ class RequestTable:
 
     def accept(self, sequence: Sequence, token: int, *, is_complete: bool = False) -> None:
         """Append a drawn token, and end the sample if it is the last or its grammar `is_complete`."""
-        sequence.token_ids.append(token)
+        request, tokens = sequence.request, sequence.token_ids
+        tokens.append(token)
         self._counters.generation_tokens += 1
-        stop = check_stop(sequence, is_complete)
-        if stop is not None:
-            self.finish(sequence, stop)
-        elif sequence.request.streams:
+        may_end = token in request.end_ids or len(tokens) >= request.max_total_tokens
+        if may_end or is_complete or request.params.repetition_detection is not None:
+            stop = check_stop(sequence, is_complete)
+            if stop is not None:
+                self.finish(sequence, stop)
+                return
+        if request.streams:
             self.outbox.tell(sequence)
 
     def finish(self, sequence: Sequence, stop: Stop, error: RowFailure | None = None) -> None:

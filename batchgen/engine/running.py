@@ -37,9 +37,10 @@ class RunningPass:
         position = 0
         while position < len(running) and step.budget > 0:
             group = running[position]
-            work = self._work(group, step.budget)
-            while work and not self._schedule_group(work, step):
-                work = self._make_room(group, work, step)
+            if not step.carry_on(group):
+                work = self._work(group, step.budget)
+                while work and not self._schedule_group(work, step):
+                    work = self._make_room(group, work, step)
             position += 1
 
     def run(self, group: Group, step: StepBuilder) -> None:

@@ -50,6 +50,7 @@ class Scheduler:
         preemption_mode: "recompute" or "swap" whatever they cost.
         block_bytes: size of a block in host memory.
         clock: seconds; for tests.
+        continues: whether steps may name sequences that go on (`SchedulerOutput.continued`).
         rules: see `Rules`.
     """
 
@@ -68,6 +69,7 @@ class Scheduler:
         preemption_mode: str | None = None,
         block_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        continues: bool = False,
         **rules: Any,
     ):
         self.blocks = blocks
@@ -110,6 +112,9 @@ class Scheduler:
         self._intake = Intake(self.table, self.pins, self.counters, beams, self.drafting)
         self._clock = clock
         self._in_flight: dict[int, StepInFlight] = {}
+        # Drafts lengthen a sequence's part, so it has to be spelled out.
+        self._continues = continues and speculation is None
+        self._last: StepInFlight | None = None
         self._num_arrivals = 0
 
     @property
@@ -172,7 +177,9 @@ class Scheduler:
             self.blocks,
             self.table,
             can_draft=self.drafting is not None,
+            last=None if self._in_flight else self._last,
         )
+        self._last = None
         self._preemption.evict_for_head(step, self._admission)
         self._running.run_all(step)
         if not step.has_preempted:
@@ -187,7 +194,10 @@ class Scheduler:
 
     def update(self, result: StepResult) -> list[SampleOutput]:
         """Take in the tokens that a step drew, and tell what is new since the last call."""
-        self._intake.take(self._in_flight.pop(result.step), result, self._clock())
+        step = self._in_flight.pop(result.step)
+        self._intake.take(step, result, self._clock())
+        if self._continues:
+            self._last = step
         return self.table.outbox.take()
 
     def step_ended(self, step: SchedulerOutput, result: StepResult, seconds: float) -> None:
@@ -209,6 +219,7 @@ class Scheduler:
         been written.
         """
         self._in_flight.clear()
+        self._last = None
         for request in self.table.requests.values():
             request.next_scored = request.first_scored + request.num_scores
             for group in request.groups:

@@ -134,12 +134,33 @@ class PromptScores:
     params: SamplingParams
 
 
+@dataclass(slots=True)
+class Continued:
+    """Sequences that go on from the step before: each computes the token that it drew there, and draws again.
+
+    The rules are the same, the token is the last of its position, and nothing else is to be done for it. So
+    a long run of steps is told by what changes in it.
+
+    Args:
+        step: number of the step before.
+        rows: their rows among all draws of that step. There each had a part with one draw, from its last
+            token, or went on too.
+        tables: place among `rows` -> per KV group all blocks, of those that have others than before.
+    """
+
+    step: int
+    rows: list[int]
+    tables: dict[int, tuple[list[int], ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """Who runs in this step, and what happens to the blocks before it.
 
     Order in a step: `swap_out` (block, host block), `swap_in` (host block, block), `block_copies` (source,
     target), then KV writes and the forward pass. A step without sequences may still have the first three.
+
+    `continued` sequences come before `sequences`; only an executor that `continues` gets any.
     """
 
     step: int
@@ -148,16 +169,23 @@ class SchedulerOutput:
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
     finished_seq_ids: tuple[int, ...] = field(default=())
+    continued: Continued | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to execute."""
-        return not (self.sequences or self.swap_out or self.swap_in)
+        return not (self.num_sequences or self.swap_out or self.swap_in)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that compute in this step."""
+        return len(self.sequences) + (0 if self.continued is None else len(self.continued.rows))
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
+        num_continued = 0 if self.continued is None else len(self.continued.rows)
+        return num_continued + sum([len(sequence.token_ids) for sequence in self.sequences])
 
 
 @dataclass(frozen=True, slots=True)

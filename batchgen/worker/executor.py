@@ -14,7 +14,8 @@ class ExecutorInfo:
 
     `group_windows` has an entry for each KV group: the window of its layers, None for full attention.
     `num_cpu_blocks` is the pool in host memory for swapping, `block_bytes` what one block takes in it;
-    `no_thinking` says why `thinking_token_budget` cannot be served, None if it can.
+    `no_thinking` says why `thinking_token_budget` cannot be served, None if it can. `continues` says whether
+    steps may name sequences that go on instead of spelling out their parts.
     """
 
     architecture: str
@@ -30,6 +31,7 @@ class ExecutorInfo:
     resolved: dict[str, Any]
     environment: dict[str, str]
     reproducible: bool
+    continues: bool = False
 
     @property
     def num_groups(self) -> int:
