@@ -12,8 +12,10 @@ DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "int8": torch.int8,  # only KV caches: a scale for each token and head, of keys and of values
 }
 DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,9 @@ class KVCacheSpec:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer, keys and values, without a backend's padding."""
-        return 2 * self.num_kv_heads * self.head_dim * self.block_size * DTYPE_BYTES[self.dtype]
+        scale_bytes = SCALE_BYTES if self.dtype == "int8" else 0
+        row_bytes = self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
+        return 2 * self.num_kv_heads * self.block_size * row_bytes
 
 
 @dataclass(slots=True)

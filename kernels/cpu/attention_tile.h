@@ -1,5 +1,6 @@
-/* The inner loops of attention: scores of a tile of rows, running softmax, weighted values. A row is one query head of
- * one query; all rows of a tile read the same key/value head. */
+/* The inner loops of attention: scores of a tile of rows, running softmax, weighted values, for keys and values that are
+ * floats. A row is one query head of one query; all rows of a tile read the same key/value head. Scores are in powers of
+ * two: log2 e stands in the queries already. */
 #ifndef BATCHGEN_ATTENTION_TILE_H
 #define BATCHGEN_ATTENTION_TILE_H
 
@@ -7,10 +8,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "attention_plan.h"
+#include "kv_float.h"
 #include "simd.h"
 
-#define CHUNK 64 /* tokens between two rescalings of the running softmax */
 #define CHUNK_UNITS (CHUNK / UNIT)
+#define LOG2_E 1.44269504088896341f
 
 /* Rows and units of a tile that is held in registers: WIDE units at a time where registers allow. */
 #if VW == 16
@@ -31,16 +34,54 @@ typedef struct {
     float *top, *shrink;        /* [rows]: running maximum; factor for what came before this chunk */
     int64_t *position;          /* [rows]: of the query in its sequence */
     int64_t *place;             /* [rows]: token * heads + head, in query and result */
+    /* With keys and values of 8 bits, in place of `query`: */
+    int8_t *planes, *weights;         /* [rows, 2, padded head_dim], [rows, 2, CHUNK]: factors (int8_dot.h) */
+    float *wide;                      /* [padded head_dim]: a row on its way */
+    int32_t *excess;                  /* [rows]: what the keys' offset adds to a score */
+    float *factor, *level;            /* [rows]: of integer scores; of integer sums of values */
+    float *key_scale, *value_scale;   /* [CHUNK]: of this chunk's tokens */
 } Scratch;
 
-/* A unit's keys and values in this chunk, and those to fetch ahead (NULL: none). */
+/* Takes a part of the thread's memory, in whole cache lines; with NULL it only counts them. */
+static inline void *part(char *memory, size_t *used, int64_t bytes) {
+    char *at = memory ? memory + *used : 0;
+    *used += ((size_t)bytes + 63) / 64 * 64;
+    return at;
+}
+
+/* The keys and values of a chunk's units. */
 typedef struct {
-    const float *keys[CHUNK_UNITS], *values[CHUNK_UNITS];
+    const char *keys[CHUNK_UNITS], *values[CHUNK_UNITS];
+    const float *scales[CHUNK_UNITS]; /* of 8-bit keys; those of values follow a block further */
 } Units;
 
-/* Scores of `m` rows against `n` units of keys. */
-INLINE void score_tile(const float *query, int64_t dim, const float *const *keys, const float *const *ahead,
-                       int64_t key_stride, float *score, const int m, const int n) {
+/* 2^x for x <= 0; exactly 0 below -127, -infinity included; exactly 1 for 0. The fit has a relative error of 2e-9 before
+ * rounding, the coarse one of 3e-6. */
+INLINE vf vf_exp2(vf x, const int is_coarse) {
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to the nearest integer */
+    vf bounded = vf_max(vf_set1(-127.0f), x); /* in this order NaN stays one */
+    vf shifted = bounded + vf_set1(shift);
+    vf r = bounded - (shifted - vf_set1(shift)), p;
+    if (is_coarse) {
+        p = vf_fma(vf_set1(9.600325162e-03f), r, vf_set1(5.591663416e-02f));
+        p = vf_fma(p, r, vf_set1(2.402371964e-01f));
+        p = vf_fma(p, r, vf_set1(6.931220480e-01f));
+    } else {
+        p = vf_fma(vf_set1(1.537063270e-04f), r, vf_set1(1.339980917e-03f));
+        p = vf_fma(p, r, vf_set1(9.618373398e-03f));
+        p = vf_fma(p, r, vf_set1(5.550329169e-02f));
+        p = vf_fma(p, r, vf_set1(2.402264846e-01f));
+        p = vf_fma(p, r, vf_set1(6.931472055e-01f));
+    }
+    p = vf_fma(p, r, vf_set1(1.0f));
+    /* The integer sits in the low bits of `shifted`; it is added to the exponent, which -127 makes that of 0. */
+    return (vf)((vi)p + ((vi)shifted << 23));
+}
+
+/* Scores of `m` rows against `n` units of keys. What `ahead` points at is fetched; memory that is in the cache already
+ * costs next to nothing. */
+INLINE void score_tile(const float *query, int64_t dim, const char *const *keys, const char *const *ahead,
+                       int64_t key_stride, float *score, const int m, const int n, const int type) {
     vf sum[ROWS][WIDE * VU];
 #pragma GCC unroll 16
     for (int r = 0; r < m; r++)
@@ -49,10 +90,9 @@ INLINE void score_tile(const float *query, int64_t dim, const float *const *keys
     for (int64_t d = 0; d < dim; d++) {
         vf key[WIDE * VU];
 #pragma GCC unroll 16
-        for (int v = 0; v < n * VU; v++) key[v] = vf_load(keys[v / VU] + d * key_stride + v % VU * VW);
-        if (ahead)
+        for (int v = 0; v < n * VU; v++) key[v] = kv_load(keys[v / VU], d * key_stride + v % VU * VW, type);
 #pragma GCC unroll 16
-            for (int u = 0; u < n; u++) __builtin_prefetch(ahead[u] + d * key_stride, 0, 2);
+        for (int u = 0; u < n; u++) __builtin_prefetch(ahead[u] + d * key_stride * kv_bytes(type), 0, 2);
 #pragma GCC unroll 16
         for (int r = 0; r < m; r++) {
             vf q = vf_set1(query[r * dim + d]);
@@ -68,23 +108,21 @@ INLINE void score_tile(const float *query, int64_t dim, const float *const *keys
 
 /* Sums the weighted values of tokens [from, to) of the chunk, for `n` units of dimensions of `m` rows, and adds them to
  * what is there times `shrink`. */
-INLINE void value_tile(const float *weight, const float *shrink, const float *const *values,
-                       const float *const *ahead, int64_t value_dim, int from, int to, float *out, const int m,
-                       const int n) {
+INLINE void value_tile(const float *weight, const float *shrink, const char *const *values, const char *const *ahead,
+                       int64_t value_dim, int from, int to, float *out, const int m, const int n, const int type) {
     vf sum[ROWS][WIDE * VU];
 #pragma GCC unroll 16
     for (int r = 0; r < m; r++)
 #pragma GCC unroll 16
         for (int v = 0; v < n * VU; v++) sum[r][v] = vf_set1(0.0f);
     for (int t = from; t < to; t++) {
-        const float *row = values[t / UNIT] + t % UNIT * value_dim;
+        int64_t row = t % UNIT * value_dim * kv_bytes(type);
         vf value[WIDE * VU];
 #pragma GCC unroll 16
-        for (int v = 0; v < n * VU; v++) value[v] = vf_load(row + v * VW);
-        if (ahead)
+        for (int v = 0; v < n * VU; v++) value[v] = kv_load(values[t / UNIT] + row, v * VW, type);
 #pragma GCC unroll 16
-            for (int u = 0; u < n; u++)
-                __builtin_prefetch(ahead[t / UNIT] + t % UNIT * value_dim + u * UNIT, 0, 2);
+        for (int b = 0; b < n * UNIT * (int)kv_bytes(type); b += 64)
+            __builtin_prefetch(ahead[t / UNIT] + row + b, 0, 2);
 #pragma GCC unroll 16
         for (int r = 0; r < m; r++) {
             vf w = vf_set1(weight[r * CHUNK + t]);
@@ -120,43 +158,36 @@ INLINE void value_tile(const float *weight, const float *shrink, const float *co
 #endif
 
 /* Scores of rows [0, rows) against units [first, end) of the chunk. */
-static void scores(const Scratch *scratch, int rows, int64_t dim, const Units *units, const Units *ahead,
-                   int64_t key_stride, int first, int end) {
+INLINE void scores(const Scratch *scratch, int rows, int64_t dim, const Units *units, const Units *ahead,
+                   int64_t key_stride, int first, int end, const int type) {
     for (int row = 0; row < rows; row += ROWS) {
-        int m = rows - row < ROWS ? rows - row : ROWS;
+        int m = rows - row < ROWS ? rows - row : ROWS, unit = first;
         const float *query = scratch->query + row * dim;
         float *score = scratch->score + row * CHUNK;
-        const float *const *next = ahead && row == 0 ? ahead->keys : 0;
-        int unit = first;
-#define WIDE_CALL(M) \
-    if (next) score_tile(query, dim, units->keys + unit, next + unit, key_stride, score + unit * UNIT, M, WIDE); \
-    else score_tile(query, dim, units->keys + unit, 0, key_stride, score + unit * UNIT, M, WIDE)
-#define UNIT_CALL(M) score_tile(query, dim, units->keys + unit, 0, key_stride, score + unit * UNIT, M, 1)
+        const char *const *next = row == 0 ? ahead->keys : units->keys;
+#define TILE(M, N) score_tile(query, dim, units->keys + unit, next + unit, key_stride, score + unit * UNIT, M, N, type)
+#define WIDE_CALL(M) TILE(M, WIDE)
+#define UNIT_CALL(M) TILE(M, 1)
         for (; unit + WIDE <= end; unit += WIDE) BY_ROWS(WIDE_CALL)
         for (; unit < end; unit++) BY_ROWS(UNIT_CALL)
-#undef WIDE_CALL
-#undef UNIT_CALL
+#undef TILE
     }
 }
 
-static void values(const Scratch *scratch, int rows, int64_t value_dim, const Units *units, const Units *ahead,
-                   int from, int to) {
+INLINE void values(const Scratch *scratch, int rows, int64_t value_dim, const Units *units, const Units *ahead,
+                   int from, int to, const int type) {
     for (int row = 0; row < rows; row += ROWS) {
         int m = rows - row < ROWS ? rows - row : ROWS;
         const float *weight = scratch->score + row * CHUNK, *shrink = scratch->shrink + row;
         float *sum = scratch->sum + row * value_dim;
-        int is_ahead = ahead && row == 0;
+        const char *const *then = row == 0 ? ahead->values : units->values, *at[CHUNK_UNITS], *next[CHUNK_UNITS];
         int64_t d = 0;
-        const float *at[CHUNK_UNITS], *next[CHUNK_UNITS];
 #define AT_DIM() \
     for (int u = from / UNIT; u * UNIT < to; u++) { \
-        at[u] = units->values[u] + d; \
-        if (is_ahead) next[u] = ahead->values[u] + d; \
+        at[u] = units->values[u] + d * kv_bytes(type); \
+        next[u] = then[u] + d * kv_bytes(type); \
     }
-#define WIDE_CALL(M) \
-    if (is_ahead) value_tile(weight, shrink, at, next, value_dim, from, to, sum + d, M, WIDE); \
-    else value_tile(weight, shrink, at, 0, value_dim, from, to, sum + d, M, WIDE)
-#define UNIT_CALL(M) value_tile(weight, shrink, at, 0, value_dim, from, to, sum + d, M, 1)
+#define TILE(M, N) value_tile(weight, shrink, at, next, value_dim, from, to, sum + d, M, N, type)
         for (; d + WIDE * UNIT <= value_dim; d += WIDE * UNIT) {
             AT_DIM()
             BY_ROWS(WIDE_CALL)
@@ -166,6 +197,7 @@ static void values(const Scratch *scratch, int rows, int64_t value_dim, const Un
             BY_ROWS(UNIT_CALL)
         }
 #undef AT_DIM
+#undef TILE
 #undef WIDE_CALL
 #undef UNIT_CALL
     }
@@ -175,7 +207,7 @@ static void values(const Scratch *scratch, int rows, int64_t value_dim, const Un
 static void shape(float *score, int first, int end, int64_t low, int64_t high, float soft_cap) {
     for (int at = first * UNIT; at < end * UNIT; at += VW) {
         vf s = vf_load(score + at);
-        if (soft_cap > 0) s = vf_tanh(s / vf_set1(soft_cap)) * vf_set1(soft_cap);
+        if (soft_cap > 0) s = vf_tanh(s / vf_set1(soft_cap)) * vf_set1(soft_cap * LOG2_E);
         vi token = vi_lanes() + vi_set1(at);
         s = vf_select((token >= vi_set1((int32_t)low)) & (token < vi_set1((int32_t)high)), s, vf_set1(-INFINITY));
         vf_store(score + at, s);
@@ -191,7 +223,7 @@ INLINE void weigh_units(const Scratch *scratch, int row, float *score, const int
     if (before >= top) {
         top = before;
     } else {
-        shrink = vf_exp(vf_set1(before - top))[0];
+        shrink = vf_exp2(vf_set1(before - top), 0)[0];
         scratch->top[row] = top;
     }
     scratch->shrink[row] = shrink;
@@ -203,7 +235,7 @@ INLINE void weigh_units(const Scratch *scratch, int row, float *score, const int
         vf sum = total[v] * vf_set1(shrink);
         for (int u = 0; u < n; u++) {
             float *at = score + u * UNIT + v * VW;
-            vf w = vf_exp(vf_load(at) - vf_set1(top));
+            vf w = vf_exp2(vf_load(at) - vf_set1(top), 0);
             vf_store(at, w);
             sum = sum + w;
         }

@@ -1,26 +1,128 @@
 /* Writing of the cache. */
+#include <math.h>
 #include <string.h>
 
+#include "kernels.h"
 #include "kv_cache.h"
+#include "kv_float.h"
 
-/* key, value [tokens, kv_heads, head_dim], dense within a token; slot -1 is skipped. */
-int64_t bg_store_kv(const float *key, int64_t key_stride, const float *value, int64_t value_stride,
-                    const int32_t *slots, int64_t tokens, float *data, int64_t num_blocks, int64_t block_size,
-                    int64_t kv_heads, int64_t head_dim, int threads) {
-    Cache cache = cache_of(data, num_blocks, block_size, kv_heads, head_dim);
-    for (int64_t t = 0; t < tokens; t++)
-        if (slots[t] >= num_blocks * block_size) return BAD_SLOT;
-#pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 8)
-    for (int64_t t = 0; t < tokens; t++) {
-        if (slots[t] < 0) continue;
-        int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
-        for (int64_t g = 0; g < kv_heads; g++) {
-            float *keys = keys_of(&cache, block, g);
-            const float *from = key + t * key_stride + g * head_dim;
-            for (int64_t d = 0; d < head_dim; d++) keys[d * block_size + offset] = from[d];
-            memcpy(values_of(&cache, keys) + offset * cache.value_dim, value + t * value_stride + g * head_dim,
-                   (size_t)head_dim * 4);
-        }
-    }
-    return 0;
+typedef struct {
+    const float *key; /* [tokens, kv_heads, head_dim], dense within a token */
+    int64_t key_stride;
+    const float *value;
+    int64_t value_stride;
+    const int32_t *slots; /* -1 is skipped */
+    int64_t tokens;
+    char *data;
+    int64_t type, num_blocks, block_size, kv_heads, head_dim;
+} StoreKv;
+
+#define STRETCH 64 /* dimensions at a time */
+
+static void store_float32(const Cache *cache, char *head, int64_t offset, const float *key, const float *value) {
+    float *keys = (float *)head, *values = (float *)(head + cache->values_at);
+    for (int64_t d = 0; d < cache->head_dim; d++) keys[d * cache->block_size + offset] = key[d];
+    memcpy(values + offset * cache->value_dim, value, (size_t)cache->head_dim * 4);
 }
+
+INLINE void store_halves(const Cache *cache, char *head, int64_t offset, const float *key, const float *value,
+                         const int type) {
+    uint16_t *keys = (uint16_t *)head, *values = (uint16_t *)(head + cache->values_at), half[STRETCH];
+    for (int64_t first = 0; first < cache->head_dim; first += STRETCH) {
+        int64_t count = cache->head_dim - first < STRETCH ? cache->head_dim - first : STRETCH;
+        to_halves(key + first, half, count, type);
+        for (int64_t d = 0; d < count; d++) keys[(first + d) * cache->block_size + offset] = half[d];
+        to_halves(value + first, values + offset * cache->value_dim + first, count, type);
+    }
+}
+
+/* The largest magnitude by 127; NaN if anything is not finite. */
+static float scale_of(const float *x, int64_t n) {
+    vf most = vf_set1(0.0f), zero = vf_set1(0.0f);
+    int64_t i = 0;
+    for (; i + VW <= n; i += VW) {
+        vf at = vf_load(x + i);
+        most = vf_max(most, vf_max(at, -at));
+        zero = zero + at * vf_set1(0.0f); /* NaN for what is not finite */
+    }
+    float top = vf_max_lane(most), bad = 0;
+    for (int v = 0; v < VW; v++) bad += zero[v];
+    for (; i < n; i++) {
+        top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
+        bad += x[i] * 0.0f;
+    }
+    return top / 127 + bad;
+}
+
+/* Up to STRETCH numbers divided by the scale and rounded; the rest, up to a multiple of 16, is anything. */
+static void to_integers(const float *x, float scale, int64_t n, int32_t *out) {
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to the nearest integer, ties to even */
+    float padded[STRETCH] = {0};
+    memcpy(padded, x, (size_t)n * 4);
+    for (int64_t i = 0; i < n; i += VW) {
+        vf at = vf_load(padded + i) / vf_set1(scale);
+        at = vf_select(at > vf_set1(127.0f), vf_set1(127.0f), at);
+        at = vf_select(at < vf_set1(-127.0f), vf_set1(-127.0f), at);
+        vi rounded = (vi)(at + vf_set1(shift)) - (vi)vf_set1(shift);
+        if (!(scale > 0)) rounded = vi_set1(0);
+        *(vi_unaligned *)(out + i) = rounded;
+    }
+}
+
+/* A token that is not finite gets the scale NaN for its keys and zeros as values: whoever sees it gets NaN, nobody else. */
+static void store_integers(const Cache *cache, char *head, int64_t offset, const float *key, const float *value) {
+    float key_scale = scale_of(key, cache->head_dim), value_scale = scale_of(value, cache->head_dim);
+    if (isnan(key_scale + value_scale)) {
+        key_scale = NAN;
+        value_scale = 0;
+    }
+    uint8_t *keys = (uint8_t *)head;
+    int8_t *values = (int8_t *)(head + cache->values_at);
+    int64_t block_size = cache->block_size, value_dim = cache->value_dim;
+    int32_t whole[STRETCH];
+    for (int64_t first = 0; first < cache->head_dim; first += STRETCH) {
+        int64_t count = cache->head_dim - first < STRETCH ? cache->head_dim - first : STRETCH;
+        to_integers(key + first, key_scale, count, whole);
+        for (int64_t d = 0; d < count; d++)
+            keys[((first + d) / 4 * block_size + offset) * 4 + d % 4] = (uint8_t)(whole[d] + KEY_OFFSET);
+        to_integers(value + first, value_scale, count, whole);
+        int8_t *to = values + (offset / 4 * value_dim + first) * 4 + offset % 4;
+        for (int64_t d = 0; d < count; d++) to[4 * d] = (int8_t)whole[d];
+    }
+    float *scales = (float *)(head + cache->scales_at);
+    scales[offset] = key_scale;
+    scales[block_size + offset] = value_scale;
+}
+
+static void store_token(const Cache *cache, char *head, int64_t offset, const float *key, const float *value) {
+    switch (cache->type) {
+        case KV_FLOAT32: store_float32(cache, head, offset, key, value); break;
+        case KV_FLOAT16: store_halves(cache, head, offset, key, value, KV_FLOAT16); break;
+        case KV_BFLOAT16: store_halves(cache, head, offset, key, value, KV_BFLOAT16); break;
+        default: store_integers(cache, head, offset, key, value);
+    }
+}
+
+static int64_t store_kv_chunks(const void *args, const Step *step) {
+    const StoreKv *a = args;
+    return even_chunks(step_size(step, a->tokens), a->kv_heads * a->head_dim, step);
+}
+
+static void store_kv_run(const void *args, Step *step, int64_t chunk, int64_t of) {
+    const StoreKv *a = args;
+    Cache cache = cache_of(a->data, a->type, a->num_blocks, a->block_size, a->kv_heads, a->head_dim);
+    int64_t tokens = step_size(step, a->tokens), end = chunk_begin(tokens, chunk + 1, of);
+    for (int64_t t = chunk_begin(tokens, chunk, of); t < end; t++) {
+        int64_t slot = a->slots[t];
+        if (slot >= a->num_blocks * a->block_size) {
+            step_fail(step, BAD_SLOT);
+            return;
+        }
+        if (slot < 0) continue;
+        for (int64_t g = 0; g < a->kv_heads; g++)
+            store_token(&cache, head_of(&cache, slot / a->block_size, g), slot % a->block_size,
+                        a->key + t * a->key_stride + g * a->head_dim, a->value + t * a->value_stride + g * a->head_dim);
+    }
+}
+
+const Kernel kernel_store_kv = {store_kv_chunks, store_kv_run};

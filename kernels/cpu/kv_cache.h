@@ -1,6 +1,11 @@
-/* Layout of the cache, float32. A block holds, for each key/value head, its keys transposed [D, B] and then its values
- * [B, V], V being D rounded up to a UNIT: UNIT tokens of one dimension fill a vector, and so do UNIT dimensions of one
- * token. */
+/* Layout of the cache. A block holds, for each key/value head, its keys and then its values, D being the head's size and V
+ * that rounded up to a UNIT:
+ *
+ *   floats    keys transposed [D, B], values [B, V]: UNIT tokens of one dimension fill a vector, and so do UNIT dimensions of
+ *             one token.
+ *   integers  keys [K / 4, B, 4] as bytes that are 128 too high, K being D rounded up to 4; values [B / 4, V, 4]; then the
+ *             scales of keys [B] and of values [B] in float32. Four factors that are added up lie side by side, as products
+ *             of bytes want them. */
 #ifndef BATCHGEN_KV_CACHE_H
 #define BATCHGEN_KV_CACHE_H
 
@@ -9,26 +14,34 @@
 #include "op.h"
 #include "simd.h"
 
+/* What the cache holds; the numbers are the binding's too. */
+enum { KV_FLOAT32, KV_FLOAT16, KV_BFLOAT16, KV_INT8 };
+
+#define KEY_OFFSET 128 /* bytes of keys are so much too high */
+
 typedef struct {
-    float *data;
-    int64_t num_blocks, block_size, kv_heads, head_dim;
-    int64_t value_dim, head_floats, block_floats; /* derived */
+    char *data;
+    int64_t type, num_blocks, block_size, kv_heads, head_dim;
+    int64_t value_dim, values_at, scales_at, head_bytes, block_bytes; /* derived; where in a head's bytes */
 } Cache;
 
-static inline Cache cache_of(float *data, int64_t num_blocks, int64_t block_size, int64_t kv_heads,
+INLINE int64_t kv_bytes(const int64_t type) { return type == KV_FLOAT32 ? 4 : type == KV_INT8 ? 1 : 2; }
+
+static inline Cache cache_of(char *data, int64_t type, int64_t num_blocks, int64_t block_size, int64_t kv_heads,
                              int64_t head_dim) {
-    int64_t value_dim = (head_dim + UNIT - 1) / UNIT * UNIT;
-    int64_t head_floats = block_size * (head_dim + value_dim);
-    Cache cache = {data, num_blocks, block_size, kv_heads, head_dim, value_dim, head_floats, head_floats * kv_heads};
+    Cache cache = {data, type, num_blocks, block_size, kv_heads, head_dim, 0, 0, 0, 0, 0};
+    int64_t key_dim = type == KV_INT8 ? (head_dim + 3) / 4 * 4 : head_dim;
+    cache.value_dim = (head_dim + UNIT - 1) / UNIT * UNIT;
+    cache.values_at = block_size * key_dim * kv_bytes(type);
+    cache.scales_at = cache.values_at + block_size * cache.value_dim * kv_bytes(type);
+    cache.head_bytes = cache.scales_at + (type == KV_INT8 ? 2 * block_size * 4 : 0);
+    cache.block_bytes = cache.head_bytes * kv_heads;
     return cache;
 }
 
-/* Keys of one head of a block, [D, B]. */
-static inline float *keys_of(const Cache *cache, int64_t block, int64_t head) {
-    return cache->data + block * cache->block_floats + head * cache->head_floats;
+/* One head of a block: where its keys begin. */
+static inline char *head_of(const Cache *cache, int64_t block, int64_t head) {
+    return cache->data + block * cache->block_bytes + head * cache->head_bytes;
 }
-
-/* Values of the same head, given its keys: [B, V]. */
-static inline float *values_of(const Cache *cache, float *keys) { return keys + cache->head_dim * cache->block_size; }
 
 #endif

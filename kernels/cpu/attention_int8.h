@@ -1,0 +1,291 @@
+/* The inner loops of attention over 8-bit keys and values: all products are integers and add up exactly.
+ *
+ * A row's queries become integers of 16 bits with one scale; the scale of a token's key multiplies the score. The scale of
+ * its value is folded into the weight, and weights of a chunk become integers of 15 bits that count fractions of the
+ * largest value scale which the row sees there. So neither tiles nor the kind of instruction change a bit. */
+#ifndef BATCHGEN_ATTENTION_INT8_H
+#define BATCHGEN_ATTENTION_INT8_H
+
+#include <math.h>
+
+#include "attention_tile.h"
+#include "int8_dot.h"
+
+#define QUERY_LEVEL 32512 /* 127 * 256: high and low bytes are both signed */
+#define WEIGHT_LEVEL 32767
+
+/* Rows of a tile that is held in registers, two sums each. */
+#if VW == 4
+#define INT_ROWS 1
+#else
+#define INT_ROWS 3
+#endif
+#if VW == 16
+#define INT_WIDE 4
+#else
+#define INT_WIDE 1
+#endif
+
+INLINE int64_t padded_dim(int64_t dim) { return (dim + 63) / 64 * 64; }
+
+INLINE vi round_to_int(vf x) {
+#if VW == 16
+    return (vi)_mm512_cvtps_epi32((__m512)x);
+#else
+    const float shift = 12582912.0f; /* as in vf_exp2; |x| is below 2^22 */
+    return (vi)(x + vf_set1(shift)) - (vi)vf_set1(shift);
+#endif
+}
+
+/* Writes a row's query as integers. */
+static void quantize_query(const Scratch *scratch, int64_t row, const float *query, int64_t dim, float scale) {
+    int64_t padded = padded_dim(dim);
+    float most = 0, bad = 0, *x = scratch->wide;
+    int32_t *whole = (int32_t *)scratch->wide, total = 0;
+    for (int64_t d = 0; d < dim; d++) {
+        float size = fabsf(query[d]);
+        most = size > most ? size : most;
+        bad += query[d] * 0.0f; /* NaN for what is not finite */
+        x[d] = query[d];
+    }
+    for (int64_t d = dim; d < padded; d++) x[d] = 0;
+    float inverse = most > 0 && bad == 0 ? QUERY_LEVEL / most : 0;
+    /* Of numbers near the smallest there are the inverse is infinite. */
+    if (!(inverse < INFINITY)) inverse = 0;
+    for (int64_t d = 0; d < padded; d += VW) {
+        vf at = vf_load(x + d) * vf_set1(inverse);
+        at = vf_select(at > vf_set1(QUERY_LEVEL), vf_set1(QUERY_LEVEL), at);
+        at = vf_select(at < vf_set1(-QUERY_LEVEL), vf_set1(-QUERY_LEVEL), at);
+        *(vi_unaligned *)(whole + d) = round_to_int(at);
+    }
+    for (int64_t d = 0; d < padded; d++) total = (int32_t)((uint32_t)total + (uint32_t)whole[d]);
+    int8_t *planes = scratch->planes + row * 2 * padded;
+    split_factors(whole, padded, 1, planes, planes + padded);
+    scratch->excess[row] = (int32_t)((uint32_t)total * KEY_OFFSET);
+    scratch->factor[row] = most / QUERY_LEVEL * scale + bad;
+}
+
+/* Integer scores of `m` rows against `n` units of keys. */
+INLINE void int8_score_tile(const int8_t *planes, int64_t padded, int64_t quads, const char *const *keys,
+                            const char *const *ahead, int64_t key_stride, const int32_t *excess, int32_t *score,
+                            const int m, const int n) {
+    vi sum[2 * INT_ROWS][INT_WIDE * VU];
+#pragma GCC unroll 16
+    for (int r = 0; r < 2 * m; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < n * VU; v++) sum[r][v] = vi_set1(0);
+    for (int64_t q = 0; q < quads; q++) {
+        vi key[INT_WIDE * VU];
+#pragma GCC unroll 16
+        for (int v = 0; v < n * VU; v++) key[v] = load_words(keys[v / VU] + q * key_stride + v % VU * VW * 4);
+#pragma GCC unroll 16
+        for (int u = 0; u < n; u++) __builtin_prefetch(ahead[u] + q * key_stride, 0, 2);
+#pragma GCC unroll 16
+        for (int r = 0; r < 2 * m; r++) {
+            vi factors = vi_set1(*(const int32_t *)(planes + r * padded + q * 4));
+#pragma GCC unroll 16
+            for (int v = 0; v < n * VU; v++) sum[r][v] = dot_unsigned(sum[r][v], key[v], factors, r % 2);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < m; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < n * VU; v++)
+            *(vi_unaligned *)(score + r * CHUNK + v * VW) =
+                dot_total(sum[2 * r][v], sum[2 * r + 1][v]) - vi_set1(excess[r]);
+}
+
+/* Adds the weighted values of units [first, end) of the chunk, for `n` units of dimensions of `m` rows, to what is there
+ * times `shrink`. */
+INLINE void int8_value_tile(const int8_t *weights, const float *shrink, const float *level, const char *const *values,
+                            const char *const *ahead, int64_t value_dim, int first, int end, float *out, const int m,
+                            const int n) {
+    vi sum[2 * INT_ROWS][INT_WIDE * VU];
+#pragma GCC unroll 16
+    for (int r = 0; r < 2 * m; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < n * VU; v++) sum[r][v] = vi_set1(0);
+    for (int q = first * UNIT / 4; q < end * UNIT / 4; q++) {
+        int64_t at = q % (UNIT / 4) * value_dim * 4;
+        vi value[INT_WIDE * VU];
+#pragma GCC unroll 16
+        for (int v = 0; v < n * VU; v++) value[v] = load_words(values[q * 4 / UNIT] + at + v * VW * 4);
+#pragma GCC unroll 16
+        for (int u = 0; u < n; u++) __builtin_prefetch(ahead[q * 4 / UNIT] + at + u * 64, 0, 2);
+#pragma GCC unroll 16
+        for (int r = 0; r < 2 * m; r++) {
+            vi factors = vi_set1(*(const int32_t *)(weights + r * CHUNK + q * 4));
+#pragma GCC unroll 16
+            for (int v = 0; v < n * VU; v++) sum[r][v] = dot_signed(sum[r][v], value[v], factors, r % 2);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < m; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < n * VU; v++) {
+            float *to = out + r * value_dim + v * VW;
+            vf whole = __builtin_convertvector(dot_total(sum[2 * r][v], sum[2 * r + 1][v]), vf);
+            vf_store(to, vf_fma(vf_load(to), vf_set1(shrink[r]), whole * vf_set1(level[r])));
+        }
+}
+
+#if INT_ROWS == 3
+#define BY_INT_ROWS(CALL) \
+    switch (m) { \
+        case 1: CALL(1); break; \
+        case 2: CALL(2); break; \
+        default: CALL(3); \
+    }
+#else
+#define BY_INT_ROWS(CALL) \
+    (void)m; \
+    CALL(1);
+#endif
+
+static void int8_scores(const Cache *cache, const Scratch *scratch, int rows, const Units *units, const Units *ahead,
+                        int first, int end) {
+    int64_t padded = padded_dim(cache->head_dim), quads = (cache->head_dim + 3) / 4;
+    for (int row = 0; row < rows; row += INT_ROWS) {
+        int m = rows - row < INT_ROWS ? rows - row : INT_ROWS, unit = first;
+        const char *const *next = row == 0 ? ahead->keys : units->keys;
+        int32_t *score = (int32_t *)scratch->score + row * CHUNK;
+#define TILE(M, N) \
+    int8_score_tile(scratch->planes + row * 2 * padded, padded, quads, units->keys + unit, next + unit, \
+                    cache->block_size * 4, scratch->excess + row, score + unit * UNIT, M, N)
+#define WIDE_CALL(M) TILE(M, INT_WIDE)
+#define UNIT_CALL(M) TILE(M, 1)
+        for (; unit + INT_WIDE <= end; unit += INT_WIDE) BY_INT_ROWS(WIDE_CALL)
+        for (; unit < end; unit++) BY_INT_ROWS(UNIT_CALL)
+#undef TILE
+    }
+}
+
+static void int8_values(const Cache *cache, const Scratch *scratch, int rows, const Units *units, const Units *ahead,
+                        int first, int end) {
+    for (int row = 0; row < rows; row += INT_ROWS) {
+        int m = rows - row < INT_ROWS ? rows - row : INT_ROWS;
+        const char *const *then = row == 0 ? ahead->values : units->values, *at[CHUNK_UNITS], *next[CHUNK_UNITS];
+        float *sum = scratch->sum + row * cache->value_dim;
+        int64_t d = 0;
+#define AT_DIM() \
+    for (int u = first; u < end; u++) { \
+        at[u] = units->values[u] + d * 4; \
+        next[u] = then[u] + d * 4; \
+    }
+#define TILE(M, N) \
+    int8_value_tile(scratch->weights + row * 2 * CHUNK, scratch->shrink + row, scratch->level + row, at, next, \
+                    cache->value_dim, first, end, sum + d, M, N)
+        for (; d + INT_WIDE * UNIT <= cache->value_dim; d += INT_WIDE * UNIT) {
+            AT_DIM()
+            BY_INT_ROWS(WIDE_CALL)
+        }
+        for (; d < cache->value_dim; d += UNIT) {
+            AT_DIM()
+            BY_INT_ROWS(UNIT_CALL)
+        }
+#undef AT_DIM
+#undef TILE
+#undef WIDE_CALL
+#undef UNIT_CALL
+    }
+}
+
+/* Scales of tokens [from, to) of the chunk; values' are 0 elsewhere. Returns the largest of values. */
+static float load_scales(const Cache *cache, const Scratch *scratch, const Units *units, int from, int to) {
+    vf most = vf_set1(0.0f);
+    for (int t = from / UNIT * UNIT; t < to; t += VW) {
+        const float *scales = units->scales[t / UNIT] + t % UNIT;
+        vi token = vi_lanes() + vi_set1(t);
+        vi is_there = (token >= vi_set1(from)) & (token < vi_set1(to));
+        vf value = vf_select(is_there, vf_load(scales + cache->block_size), vf_set1(0.0f));
+        vf_store(scratch->key_scale + t, vf_load(scales));
+        vf_store(scratch->value_scale + t, value);
+        most = vf_max(most, value);
+    }
+    return vf_max_lane(most);
+}
+
+/* Turns one row's integer scores of units [first, end) into integer weights. The row sees tokens [low, high) of the chunk;
+ * `most` is the largest value scale if it sees all that is there. */
+INLINE void int8_weigh(const Scratch *scratch, int row, int first, int end, int64_t low, int64_t high, float most,
+                       float soft_cap, const int is_whole) {
+    float *score = scratch->score + row * CHUNK;
+    int32_t *whole = (int32_t *)score;
+    vf highest = vf_set1(-INFINITY), widest = vf_set1(0.0f), factor = vf_set1(scratch->factor[row]);
+    for (int t = first * UNIT; t < end * UNIT; t += VW) {
+        vf s = __builtin_convertvector(load_words(whole + t), vf) * vf_load(scratch->key_scale + t) * factor;
+        if (soft_cap > 0) s = vf_tanh(s / vf_set1(soft_cap)) * vf_set1(soft_cap * LOG2_E);
+        if (!is_whole) {
+            vi token = vi_lanes() + vi_set1(t);
+            vi is_seen = (token >= vi_set1((int32_t)low)) & (token < vi_set1((int32_t)high));
+            s = vf_select(is_seen, s, vf_set1(-INFINITY));
+            widest = vf_max(widest, vf_select(is_seen, vf_load(scratch->value_scale + t), vf_set1(0.0f)));
+        }
+        highest = vf_max(highest, s);
+        vf_store(score + t, s);
+    }
+    if (!is_whole) most = vf_max_lane(widest);
+    float top = vf_max_lane(highest), before = scratch->top[row], shrink = 1.0f;
+    if (before >= top) {
+        top = before;
+    } else {
+        shrink = vf_exp2(vf_set1(before - top), 0)[0];
+        scratch->top[row] = top;
+    }
+    scratch->shrink[row] = shrink;
+    scratch->level[row] = most / WEIGHT_LEVEL;
+    float inverse = most > 0 ? WEIGHT_LEVEL / most : 0;
+    if (!(inverse < INFINITY)) inverse = 0;
+    if (top == -INFINITY) { /* nothing seen yet */
+        memset(score + first * UNIT, 0, (size_t)(end - first) * UNIT * 4);
+    } else {
+        vf *total = scratch->total + row * VU;
+        for (int v = 0; v < VU; v++) {
+            vf sum = total[v] * vf_set1(shrink);
+            for (int t = first * UNIT + v * VW; t < end * UNIT; t += UNIT) {
+                vf w = vf_exp2(vf_load(score + t) - vf_set1(top), 1);
+                sum = sum + w;
+                vf x = w * (vf_load(scratch->value_scale + t) * vf_set1(inverse));
+                *(vi_unaligned *)(whole + t) = round_to_int(x);
+            }
+            total[v] = sum;
+        }
+    }
+    int8_t *weights = scratch->weights + row * 2 * CHUNK;
+    if (end - first != CHUNK_UNITS) memset(weights, 0, 2 * CHUNK);
+    split_factors(whole + first * UNIT, (end - first) * UNIT, 0, weights + first * UNIT, weights + CHUNK + first * UNIT);
+}
+
+/* One chunk of an item: tokens [from, to) of it. */
+static void int8_chunk(const Cache *cache, const Scratch *scratch, int rows, const Units *units, const Units *ahead,
+                       int64_t start, int from, int to, int64_t window, float soft_cap) {
+    int first = from / UNIT, end = (to + UNIT - 1) / UNIT;
+    float most = load_scales(cache, scratch, units, from, to);
+    for (int u = first; u < end; u++) __builtin_prefetch(ahead->scales[u], 0, 2);
+    for (int u = first; u < end; u++) __builtin_prefetch(ahead->scales[u] + cache->block_size, 0, 2);
+    int8_scores(cache, scratch, rows, units, ahead, first, end);
+    for (int row = 0; row < rows; row++) {
+        int64_t at = scratch->position[row] - start, low = window ? at - window + 1 : 0;
+        low = at_least(low, from);
+        int64_t high = at_most(at + 1, to);
+        if (low > first * UNIT || high < end * UNIT || soft_cap > 0)
+            int8_weigh(scratch, row, first, end, low, high, most, soft_cap, 0);
+        else
+            int8_weigh(scratch, row, first, end, low, high, most, 0, 1);
+    }
+    int8_values(cache, scratch, rows, units, ahead, first, end);
+}
+
+static void lay_out_int8(const Cache *cache, Scratch *scratch, int64_t rows, char *memory, size_t *used) {
+    int64_t padded = padded_dim(cache->head_dim);
+    scratch->planes = part(memory, used, rows * 2 * padded);
+    scratch->weights = part(memory, used, rows * 2 * CHUNK);
+    scratch->wide = part(memory, used, padded * 4);
+    scratch->excess = part(memory, used, rows * 4);
+    scratch->factor = part(memory, used, rows * 4);
+    scratch->level = part(memory, used, rows * 4);
+    scratch->key_scale = part(memory, used, CHUNK * 4);
+    scratch->value_scale = part(memory, used, CHUNK * 4);
+}
+
+#endif
