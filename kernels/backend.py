@@ -12,6 +12,7 @@ from torch import Tensor
 from batchgen.errors import KernelError
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
 from batchgen.kernels.program import Program, StepSizes
+from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.sampling import Draws, Penalties, Scores
 from batchgen.registry import Registry
 
@@ -19,8 +20,8 @@ log = logging.getLogger("batchgen.kernels")
 
 # The order is the order of the printed choices. `store_kv` follows `attention`: both must know one layout.
 OPERATIONS = (
-    "linear", "gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "attention", "store_kv",
-    "sample", "score_tokens", "penalise",
+    "linear", "linear_int8", "gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "quantize",
+    "attention", "store_kv", "sample", "score_tokens", "penalise",
 )  # fmt: skip
 
 # Which backends "auto" tries on a device, best first.
@@ -46,11 +47,13 @@ class OpShape:
         head_dim: D, size of one attention head.
         block_size: B, tokens in a KV block.
         reproducible: a row's result must not depend on the rows computed with it, nor on chunking.
+        kv_dtype: of the KV cache; None if nothing is known of one.
     """
 
     head_dim: int
     block_size: int = 16
     reproducible: bool = False
+    kv_dtype: str | None = None
 
 
 class PackedLinear(ABC):
@@ -100,6 +103,33 @@ class KernelBackend(ABC):
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
         raise NotImplementedError
+
+    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> PackedLinear:
+        """See `Kernels.pack_int8`."""
+        raise NotImplementedError
+
+    def linear_int8(self, x: Quantized, packed: PackedLinear, out: Tensor) -> Tensor:
+        """See `Kernels.linear`, for quantized activations."""
+        raise NotImplementedError
+
+    def quantize(self, x: Tensor, out: Quantized) -> Quantized:
+        """See `Kernels.quantize`. The three that follow belong to it."""
+        raise NotImplementedError
+
+    def rms_norm_quantize(self, x: Tensor, weight: Tensor, eps: float, out: Quantized) -> Quantized:
+        """Quantize what `rms_norm` gives."""
+        return self.quantize(self.rms_norm(x, weight, eps, None), out)
+
+    def add_rms_norm_quantize(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Quantized
+    ) -> tuple[Quantized, Tensor]:
+        """Quantize what `add_rms_norm` gives."""
+        normed, residual = self.add_rms_norm(x, residual, weight, eps, None)
+        return self.quantize(normed, out), residual
+
+    def silu_mul_quantize(self, gate_up: Tensor, out: Quantized) -> Quantized:
+        """Quantize what `silu_mul` gives."""
+        return self.quantize(self.silu_mul(gate_up, None), out)
 
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> Tensor:
         """See `Kernels.gather_rows`."""

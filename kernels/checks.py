@@ -11,6 +11,7 @@ from torch import Tensor
 from batchgen.errors import DeviceError, KernelError, ShapeError
 from batchgen.kernels.backend import PackedLinear
 from batchgen.kernels.kv import AttentionMeta, LayerKV
+from batchgen.kernels.quantized import GROUP, MAX_WIDTH, Quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,71 @@ def check_linear(home: Home, x: Tensor, packed: PackedLinear, out: Tensor | None
     ):
         error = _disagree("linear", home, **_given(x=x, out=out))
         raise type(error)(f"{error}; the weight is [{packed.out_features}, {packed.in_features}]")
+
+
+def check_int8_weight(home: Home, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    """Want weight int8 [N, K], scale float32 [N], bias [N] of any floating dtype."""
+    tensors = _given(weight=weight, scale=scale, bias=bias)
+    if (
+        weight.dim() != 2
+        or weight.dtype is not torch.int8
+        or scale.dtype is not torch.float32
+        or scale.shape != weight.shape[:1]
+        or (bias is not None and (bias.shape != scale.shape or not bias.is_floating_point()))
+        or not _is_at(home.device, *tensors.values())
+    ):
+        raise _disagree("pack_int8", home, **tensors)
+    if weight.shape[1] > MAX_WIDTH:
+        raise ShapeError(f"pack_int8: sums over more than {MAX_WIDTH} inputs overflow; got {weight.shape[1]}")
+
+
+def _is_quantized(x: Quantized, rows: int, width: int, device: str) -> bool:
+    shape, stride = x.values.shape, x.values.stride()
+    depth = -(-width // GROUP) * GROUP
+    return (
+        x.width == width
+        and len(shape) == 3
+        and shape[0] == rows
+        and shape[1] in (1, 2)
+        and shape[2] == depth
+        and stride[2] == 1
+        and stride[1] == depth
+        and x.values.dtype is torch.int8
+        and x.scale.shape == shape[:1]
+        and x.scale.dtype is torch.float32
+        and x.scale.is_contiguous()
+        and _is_at(device, x.values, x.scale)
+    )
+
+
+def check_linear_int8(home: Home, x: Quantized, packed: PackedLinear, out: Tensor | None) -> None:
+    """Want x [T, K], planes and values dense in a token; out [T, N] contiguous."""
+    rows = x.values.shape[0]
+    if not _is_quantized(x, rows, packed.in_features, home.device) or not _is_out(
+        out, home, (rows, packed.out_features)
+    ):
+        error = _disagree("linear", home, **_given(values=x.values, scale=x.scale, out=out))
+        raise type(error)(f"{error}; the weight is [{packed.out_features}, {packed.in_features}]")
+
+
+def check_quantized_out(op: str, home: Home, rows: int, width: int, out: Quantized) -> None:
+    """Want room for [T, K], planes and values dense in a token."""
+    if not _is_quantized(out, rows, width, home.device):
+        raise _disagree(op, home, values=out.values, scale=out.scale)
+
+
+def check_quantized_like(op: str, home: Home, x: Tensor, out: Quantized) -> None:
+    """Want x [T, K], and room for it."""
+    if x.dim() != 2:
+        raise _disagree(op, home, x=x, values=out.values)
+    check_quantized_out(op, home, x.shape[0], x.shape[1], out)
+
+
+def check_quantize(home: Home, x: Tensor, out: Quantized) -> None:
+    """Want x [T, K] with dense rows, and room for it."""
+    if x.stride()[-1] != 1 or x.dtype is not home.dtype or not _is_at(home.device, x):
+        raise _disagree("quantize", home, x=x, values=out.values)
+    check_quantized_like("quantize", home, x, out)
 
 
 def check_gather_rows(home: Home, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> None:
@@ -164,7 +230,7 @@ def check_silu_mul(home: Home, gate_up: Tensor, out: Tensor | None) -> None:
 
 
 def check_store_kv(home: Home, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
-    """Want key and value [T, G, D] dense in a token, as the cache has them; slot_mapping [T] int32."""
+    """Want key and value [T, G, D] dense in a token, heads as the cache has them; slot_mapping [T] int32."""
     shape, spec, data = key.shape, kv.spec, kv.data
     if (
         not _is_heads(shape, key.stride())
@@ -172,8 +238,8 @@ def check_store_kv(home: Home, key: Tensor, value: Tensor, kv: LayerKV, slot_map
         or value.shape != shape
         or shape[1] != spec.num_kv_heads
         or shape[2] != spec.head_dim
-        or key.dtype is not data.dtype
-        or value.dtype is not data.dtype
+        or key.dtype is not home.dtype
+        or value.dtype is not home.dtype
         or slot_mapping.shape != shape[:1]
         or slot_mapping.dtype is not torch.int32
         or not slot_mapping.is_contiguous()
@@ -197,7 +263,7 @@ def check_attention(
         not _is_heads(shape, query.stride())
         or shape[2] != spec.head_dim
         or shape[1] % spec.num_kv_heads
-        or query.dtype is not data.dtype
+        or query.dtype is not home.dtype
         or not _is_at(home.device, query, data, meta.seq_lens)
         or not _is_out(out, home, shape)
     ):

@@ -23,9 +23,11 @@ from batchgen.kernels.backend import (
 )
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV, torch_dtype
 from batchgen.kernels.program import Program, StepSizes
+from batchgen.kernels.quantized import Quantized
+from batchgen.kernels.row_ops import Activation, RowOps
 from batchgen.kernels.sampling import Draws, Penalties, Scores
 
-__all__ = ["Choice", "Kernels", "PackedLinear", "choose"]
+__all__ = ["Activation", "Choice", "Kernels", "PackedLinear", "Quantized", "choose"]
 
 
 def choose(
@@ -36,6 +38,7 @@ def choose(
     reproducible: bool = False,
     head_dim: int,
     block_size: int = 16,
+    kv_dtype: str | None = None,
 ) -> "Kernels":
     """Choose the backend of every operation, once, at start.
 
@@ -46,12 +49,15 @@ def choose(
         reproducible: take only kernels whose result for a row does not depend on what is computed with it.
         head_dim: D of the model.
         block_size: B of the KV cache.
+        kv_dtype: of the KV cache; None for that of the activations.
 
     Raises:
         UnknownNameError: no backend of that name.
         KernelError: the forced backend cannot serve, or none can; says why.
     """
-    shape = OpShape(head_dim=head_dim, block_size=block_size, reproducible=reproducible)
+    shape = OpShape(
+        head_dim=head_dim, block_size=block_size, reproducible=reproducible, kv_dtype=kv_dtype or dtype
+    )
     choices = {op: select(op, device, dtype, shape, backend=backend) for op in OPERATIONS}
     for op, owner in (("store_kv", "attention"), ("gather_rows", "linear")):
         if choices[op].backend != choices[owner].backend:
@@ -59,7 +65,7 @@ def choose(
     return Kernels(choices, dtype=dtype, device=device)
 
 
-class Kernels:
+class Kernels(RowOps):
     """Every numeric operation of a model, each bound to its backend.
 
     Args:
@@ -75,21 +81,16 @@ class Kernels:
 
     def __init__(self, choices: Mapping[str, Choice], *, dtype: str, device: str):
         self.choices = dict(choices)
-        self.home = checks.Home(torch_dtype(dtype), device)
         backends: dict[str, KernelBackend] = {
             op: BACKENDS.get(choice.backend) for op, choice in choices.items()
         }
         for op, owner in (("store_kv", "attention"), ("gather_rows", "linear")):
             if backends[op] is not backends[owner]:
                 raise KernelError(f"{owner} and {op} need one backend; got {self.choices}")
+        super().__init__(checks.Home(torch_dtype(dtype), device), backends)
         self._kv = backends["attention"]
-        self._linear, self._pack_linear = backends["linear"].linear, backends["linear"].pack_linear
         self._gather_rows = backends["gather_rows"].gather_rows
-        self._rms_norm, self._add_rms_norm = (
-            backends["rms_norm"].rms_norm,
-            backends["add_rms_norm"].add_rms_norm,
-        )
-        self._rotary, self._silu_mul = backends["rotary"].rotary, backends["silu_mul"].silu_mul
+        self._rotary = backends["rotary"].rotary
         self._attention, self._store_kv = self._kv.attention, self._kv.store_kv
         self._sample, self._penalise = backends["sample"].sample, backends["penalise"].penalise
         self._score_tokens = backends["score_tokens"].score_tokens
@@ -116,23 +117,6 @@ class Kernels:
         """
         return None if self._recorder is None else self._recorder.record(build, sizes)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Lay a linear layer's weight out as its backend wants it.
-
-        Shapes: weight [N, K]; bias [N] or None; of any floating dtype.
-        In place: the weight may be kept without a copy, so the caller must neither change nor keep it.
-        """
-        checks.check_weight(self.home, weight, bias)
-        return self._pack_linear(weight, bias)
-
-    def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
-        """Multiply by a packed weight: x [T, K] -> x · weightᵀ + bias, [T, N].
-
-        Rows of x are dense; the stride between them is free. T may be 0.
-        """
-        checks.check_linear(self.home, x, packed, out)
-        return self._linear(x, packed, out)
-
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Pick rows of a table, or of a packed weight: so that a tied embedding needs no second copy.
 
@@ -143,32 +127,6 @@ class Kernels:
         """
         checks.check_gather_rows(self.home, source, ids, out)
         return self._gather_rows(source, ids, out)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        """Divide each row by its root mean square and multiply by the weight.
-
-        Shapes: x [T, E], or [T, H, E] to norm each head by itself, dense but for the stride between tokens;
-            weight [E].
-
-        Returns: like x, contiguous: x / sqrt(mean(x², last) + eps) * weight.
-        Source: Zhang and Sennrich 2019, arXiv:1910.07467.
-        """
-        checks.check_rows("rms_norm", self.home, x, weight, out)
-        return self._rms_norm(x, weight, eps, out)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Add x to the residual stream and norm the sum.
-
-        Shapes: x, residual [T, E]; weight [E].
-        In place: residual becomes x + residual, and is the second result.
-
-        Returns: (rms_norm(x + residual) [T, E], residual).
-        """
-        checks.check_residual(self.home, x, residual)
-        checks.check_rows("add_rms_norm", self.home, x, weight, out)
-        return self._add_rms_norm(x, residual, weight, eps, out)
 
     def rotary(
         self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, is_neox: bool = True
@@ -187,11 +145,6 @@ class Kernels:
         checks.check_rotary(self.home, query, key, positions, cos_sin)
         self._rotary(query, key, positions, cos_sin, is_neox)
 
-    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        """Gate: gate_up [T, 2I] = (gate, up) -> silu(gate) * up, [T, I]. The stride between rows is free."""
-        checks.check_silu_mul(self.home, gate_up, out)
-        return self._silu_mul(gate_up, out)
-
     def kv_block_bytes(self, spec: KVCacheSpec) -> int:
         """Bytes of one block of one layer as the backend lays it out, padding included."""
         return self._kv.kv_block_bytes(spec)
@@ -203,8 +156,9 @@ class Kernels:
     def store_kv(self, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
         """Write the keys and values of a step's tokens into the cache.
 
-        Shapes: key, value [T, G, D] of the cache's dtype, each dense within a token; slot_mapping [T] int32,
-            block * B + offset, or -1 for a token that is stored nowhere. No slot twice.
+        Shapes: key, value [T, G, D], each dense within a token; slot_mapping [T] int32, block * B + offset, or
+            -1 for a token that is stored nowhere. No slot twice.
+        The cache may be of another dtype; int8 has a scale for each token and head, of keys and of values.
         In place: kv.
         Raises: KernelError if a slot is outside of the pool.
         """
@@ -212,7 +166,7 @@ class Kernels:
         self._store_kv(key, value, kv, slot_mapping)
 
     def read_kv(self, kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Read tokens back, for tests: slots [T] -> (key [T, G, D], value [T, G, D])."""
+        """Read tokens back as floats, for tests: slots [T] -> (key [T, G, D], value [T, G, D])."""
         return self._kv.read_kv(kv, slots)
 
     def attention(
@@ -230,7 +184,7 @@ class Kernels:
         The keys and values of this step's tokens are already stored (`store_kv`). Query i of a sequence with
         q queries and length n stands at position n - q + i and sees positions 0 up to its own.
 
-        Shapes: query [T, H, D] of the cache's dtype, dense within a token; H a multiple of G: query head h
+        Shapes: query [T, H, D], dense within a token; H a multiple of G: query head h
             reads key/value head h // (H / G); meta as AttentionMeta says.
         scale: multiplies query · key; usually D ** -0.5.
         window: a query sees only its last `window` positions, its own included.

@@ -7,23 +7,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from batchgen.errors import KernelError
 from batchgen.kernels.backend import OPERATIONS, KernelBackend, OpShape, PackedLinear
-from batchgen.kernels.cpu import elementwise, linear, sampling
+from batchgen.kernels.cpu import attention, elementwise, int8, linear, sampling
 from batchgen.kernels.cpu.calls import Calls, CpuProgram
 from batchgen.kernels.cpu.library import Library, load
-from batchgen.kernels.cpu.memory import Arena, allocate
+from batchgen.kernels.cpu.memory import Arena
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
 from batchgen.kernels.program import Program, StepSizes
+from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.sampling import Draws, Penalties, Scores
-
-UNIT = 16  # tokens, or dimensions, that the kernels count in (simd.h)
-
-_ATTENTION_ERRORS = {
-    -1: "query_start_loc, seq_lens and the block tables disagree",
-    -2: "a block table points outside of the pool",
-    -4: "out of memory for scratch space",
-}
 
 
 class CpuBackend(KernelBackend):
@@ -59,8 +51,10 @@ class CpuBackend(KernelBackend):
     def unsupported(self, op: str, dtype: str, shape: OpShape) -> str | None:
         if dtype != "float32" and op not in sampling.OPERATIONS:
             return f"the C kernels are float32 only, not {dtype}"
-        if op in ("attention", "store_kv") and shape.block_size % UNIT:
-            return f"the C kernels need a block_size that is a multiple of {UNIT}, not {shape.block_size}"
+        if op in ("attention", "store_kv") and shape.block_size % attention.UNIT:
+            return f"the C kernels need a block_size that is a multiple of {attention.UNIT}, not {shape.block_size}"
+        if op in ("attention", "store_kv") and (shape.kv_dtype or dtype) not in attention.TYPES:
+            return f"the C kernels have no KV cache of {shape.kv_dtype}"
         return None
 
     @override
@@ -80,6 +74,32 @@ class CpuBackend(KernelBackend):
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
         assert isinstance(packed, linear.CpuLinear)
         return linear.linear(self.calls, x, packed, out)
+
+    @override
+    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> PackedLinear:
+        return int8.CpuInt8Linear(self.calls, self._weights, weight, scale, bias)
+
+    @override
+    def linear_int8(self, x: Quantized, packed: PackedLinear, out: Tensor) -> Tensor:
+        return int8.linear(self.calls, x, packed, out)
+
+    @override
+    def quantize(self, x: Tensor, out: Quantized) -> Quantized:
+        return int8.quantize(self.calls, x, out)
+
+    @override
+    def rms_norm_quantize(self, x: Tensor, weight: Tensor, eps: float, out: Quantized) -> Quantized:
+        return int8.norm_quantize(self.calls, x, None, weight, eps, out)
+
+    @override
+    def add_rms_norm_quantize(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Quantized
+    ) -> tuple[Quantized, Tensor]:
+        return int8.norm_quantize(self.calls, x, residual, weight, eps, out), residual
+
+    @override
+    def silu_mul_quantize(self, gate_up: Tensor, out: Quantized) -> Quantized:
+        return int8.silu_mul_quantize(self.calls, gate_up, out)
 
     @override
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> Tensor:
@@ -106,49 +126,19 @@ class CpuBackend(KernelBackend):
 
     @override
     def kv_block_bytes(self, spec: KVCacheSpec) -> int:
-        return 4 * _block_floats(spec)
+        return attention.block_bytes(spec)
 
     @override
     def allocate_kv(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> LayerKV:
-        if spec.dtype != "float32" or spec.block_size % UNIT:
-            raise KernelError(
-                f"the C kernels keep float32 in blocks of a multiple of {UNIT} tokens; got {spec}"
-            )
-        data = allocate(num_blocks * _block_floats(spec)).view(num_blocks, _block_floats(spec))
-        return LayerKV(spec, data, self.name)
+        return attention.allocate_kv(spec, num_blocks, self.name)
 
     @override
     def store_kv(self, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
-        spec = kv.spec
-        status = self.library.store_kv(
-            key.data_ptr(),
-            key.stride(0),
-            value.data_ptr(),
-            value.stride(0),
-            slot_mapping.data_ptr(),
-            key.shape[0],
-            kv.data.data_ptr(),
-            kv.data.shape[0],
-            spec.block_size,
-            spec.num_kv_heads,
-            spec.head_dim,
-            torch.get_num_threads(),
-        )
-        if status:
-            raise KernelError(
-                f"store_kv: a slot is outside of {kv.num_blocks} blocks of {spec.block_size} tokens"
-            )
+        attention.store_kv(self.calls, key, value, kv, slot_mapping)
 
     @override
     def read_kv(self, kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
-        spec = kv.spec
-        block, offset = slots.long() // spec.block_size, slots.long() % spec.block_size
-        heads = kv.data.view(kv.num_blocks, spec.num_kv_heads, -1)
-        key_floats = spec.head_dim * spec.block_size
-        keys, values = heads[:, :, :key_floats], heads[:, :, key_floats:]
-        keys = keys.reshape(*keys.shape[:2], spec.head_dim, spec.block_size)[block, :, :, offset]
-        values = values.reshape(*values.shape[:2], spec.block_size, -1)[block, :, offset, : spec.head_dim]
-        return keys, values
+        return attention.read_kv(kv, slots)
 
     @override
     def attention(
@@ -161,33 +151,7 @@ class CpuBackend(KernelBackend):
         soft_cap: float | None,
         out: Tensor | None,
     ) -> Tensor:
-        spec, tables = kv.spec, meta.block_tables
-        if out is None:
-            out = torch.empty(query.shape)
-        status = self.library.attention(
-            query.data_ptr(),
-            query.stride(0),
-            query.shape[1],
-            kv.data.data_ptr(),
-            kv.data.shape[0],
-            spec.block_size,
-            spec.num_kv_heads,
-            spec.head_dim,
-            query.shape[0],
-            meta.query_start_loc.data_ptr(),
-            meta.seq_lens.data_ptr(),
-            tables.data_ptr(),
-            tables.shape[0],
-            tables.shape[1],
-            scale,
-            soft_cap or 0.0,
-            window or 0,
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        if status < 0:
-            raise KernelError(f"attention: {_ATTENTION_ERRORS[status]}")
-        return out
+        return attention.attention(self.calls, query, kv, meta, scale, window, soft_cap, out)
 
     @override
     def sample(self, logits: Tensor, draws: Draws) -> Tensor:
@@ -200,11 +164,3 @@ class CpuBackend(KernelBackend):
     @override
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
         sampling.penalise(self.library, logits, penalties)
-
-
-def _value_dim(spec: KVCacheSpec) -> int:
-    return -(-spec.head_dim // UNIT) * UNIT
-
-
-def _block_floats(spec: KVCacheSpec) -> int:
-    return spec.num_kv_heads * spec.block_size * (spec.head_dim + _value_dim(spec))

@@ -6,13 +6,21 @@
 #include "op.h"
 
 #define ALL_KERNELS(X) \
+    X(store_kv) \
+    X(plan_attention) \
+    X(attention_shared) \
+    X(attention_own) \
     X(linear) \
     X(gather_packed) \
     X(gather_rows) \
     X(rms_norm) \
     X(add_rms_norm) \
     X(rotary) \
-    X(silu_mul)
+    X(silu_mul) \
+    X(linear_int8) \
+    X(quantize) \
+    X(norm_quantize) \
+    X(silu_mul_quantize)
 
 #define DECLARE(name) extern const Kernel kernel_##name;
 ALL_KERNELS(DECLARE)

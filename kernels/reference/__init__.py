@@ -6,7 +6,8 @@ from typing_extensions import override
 
 from batchgen.kernels.backend import BACKENDS, OPERATIONS, KernelBackend, PackedLinear
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
-from batchgen.kernels.reference import attention, elementwise, kv_cache, sampling
+from batchgen.kernels.quantized import Quantized
+from batchgen.kernels.reference import attention, elementwise, int8, kv_cache, sampling
 from batchgen.kernels.reference.linear import ReferenceLinear, gather_rows, linear
 from batchgen.kernels.sampling import Draws, Penalties, Scores
 
@@ -17,7 +18,9 @@ class ReferenceBackend(KernelBackend):
     name = "reference"
     operations = frozenset(OPERATIONS)
     # Each of these computes a row by itself; torch's matrix products do not.
-    invariant = frozenset({"gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul"})
+    invariant = frozenset(
+        {"linear_int8", "gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "quantize"}
+    )
 
     @override
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -27,6 +30,18 @@ class ReferenceBackend(KernelBackend):
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
         assert isinstance(packed, ReferenceLinear)
         return _into(out, linear(x, packed))
+
+    @override
+    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> PackedLinear:
+        return int8.ReferenceInt8Linear(weight, scale, bias)
+
+    @override
+    def linear_int8(self, x: Quantized, packed: PackedLinear, out: Tensor) -> Tensor:
+        return out.copy_(int8.linear(x, packed))
+
+    @override
+    def quantize(self, x: Tensor, out: Quantized) -> Quantized:
+        return int8.quantize(x, out)
 
     @override
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> Tensor:
@@ -52,6 +67,10 @@ class ReferenceBackend(KernelBackend):
     @override
     def silu_mul(self, gate_up: Tensor, out: Tensor | None) -> Tensor:
         return _into(out, elementwise.silu_mul(gate_up))
+
+    @override
+    def kv_block_bytes(self, spec: KVCacheSpec) -> int:
+        return kv_cache.block_bytes(spec)
 
     @override
     def allocate_kv(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> LayerKV:

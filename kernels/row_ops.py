@@ -1,0 +1,146 @@
+"""RowOps: the operations of `Kernels` that work on rows of activations, given as floats or as integers."""
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels import checks
+from batchgen.kernels.backend import KernelBackend, PackedLinear
+from batchgen.kernels.quantized import Quantized
+
+# What a linear layer takes.
+Activation = Tensor | Quantized
+
+
+class RowOps:
+    """Linear layers, norms and gate. `Kernels` documents what holds for all operations.
+
+    Args:
+        home: dtype and device of activations.
+        backends: operation -> the backend that serves it.
+    """
+
+    def __init__(self, home: checks.Home, backends: dict[str, KernelBackend]):
+        self.home = home
+        self._linear, self._pack_linear = backends["linear"].linear, backends["linear"].pack_linear
+        integers = backends["linear_int8"]
+        self._linear_int8, self._pack_int8 = integers.linear_int8, integers.pack_int8
+        self._rms_norm, self._add_rms_norm = (
+            backends["rms_norm"].rms_norm,
+            backends["add_rms_norm"].add_rms_norm,
+        )
+        self._silu_mul, self._quantizer = backends["silu_mul"].silu_mul, backends["quantize"]
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Lay a linear layer's weight out as its backend wants it.
+
+        Shapes: weight [N, K]; bias [N] or None; of any floating dtype.
+        In place: the weight may be kept without a copy, so the caller must neither change nor keep it.
+        """
+        checks.check_weight(self.home, weight, bias)
+        return self._pack_linear(weight, bias)
+
+    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Lay a weight of integers out for `linear` of quantized activations.
+
+        Shapes: weight int8 [N, K], K at most MAX_WIDTH of kernels/quantized.py; scale float32 [N]: the weight
+            means weight[n, k] * scale[n]; bias [N] or None, of any floating dtype.
+        In place: the weight may be kept without a copy, so the caller must neither change nor keep it.
+        """
+        checks.check_int8_weight(self.home, weight, scale, bias)
+        return self._pack_int8(weight, scale, bias)
+
+    def linear(self, x: Activation, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
+        """Multiply by a packed weight: x [T, K] -> x · weightᵀ + bias, [T, N].
+
+        Rows of x are dense; the stride between them is free. T may be 0.
+
+        A weight from `pack_int8` takes quantized activations, one from `pack_linear` floats. Integers are
+        summed without rounding; then, in float32 and in this order, come the token's scale, the column's and
+        the bias. In 16 bits 256 times the sum of high bytes and the sum of low bytes are added as float32.
+        """
+        if isinstance(x, Quantized):
+            checks.check_linear_int8(self.home, x, packed, out)
+            if out is None:
+                shape = (x.values.shape[0], packed.out_features)
+                out = torch.empty(shape, dtype=self.home.dtype, device=x.values.device)
+            return self._linear_int8(x, packed, out)
+        checks.check_linear(self.home, x, packed, out)
+        return self._linear(x, packed, out)
+
+    def quantize(self, x: Tensor, out: Quantized) -> Quantized:
+        """Round activations to integers, each token by its largest |x|, ties to even.
+
+        Shapes: x [T, K] with dense rows, the stride between them is free; out as Quantized says.
+
+        Returns: out. A token below 2^-100 counts as zeros.
+        """
+        checks.check_quantize(self.home, x, out)
+        return self._quantizer.quantize(x, out)
+
+    @overload
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Quantized) -> Quantized: ...
+    @overload
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Activation | None = None) -> Activation:
+        """Divide each row by its root mean square and multiply by the weight.
+
+        Shapes: x [T, E], or [T, H, E] to norm each head by itself, dense but for the stride between tokens;
+            weight [E].
+
+        Returns: like x, contiguous: x / sqrt(mean(x², last) + eps) * weight; quantized if `out` is, then x is
+            [T, E].
+        Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+        """
+        if isinstance(out, Quantized):
+            checks.check_rows("rms_norm", self.home, x, weight, None)
+            checks.check_quantized_like("rms_norm", self.home, x, out)
+            return self._quantizer.rms_norm_quantize(x, weight, eps, out)
+        checks.check_rows("rms_norm", self.home, x, weight, out)
+        return self._rms_norm(x, weight, eps, out)
+
+    @overload
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Quantized
+    ) -> tuple[Quantized, Tensor]: ...
+    @overload
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Activation | None = None
+    ) -> tuple[Activation, Tensor]:
+        """Add x to the residual stream and norm the sum.
+
+        Shapes: x, residual [T, E]; weight [E].
+        In place: residual becomes x + residual, and is the second result.
+
+        Returns: (rms_norm(x + residual) [T, E], quantized if `out` is; residual).
+        """
+        checks.check_residual(self.home, x, residual)
+        if isinstance(out, Quantized):
+            checks.check_rows("add_rms_norm", self.home, x, weight, None)
+            checks.check_quantized_like("add_rms_norm", self.home, x, out)
+            return self._quantizer.add_rms_norm_quantize(x, residual, weight, eps, out)
+        checks.check_rows("add_rms_norm", self.home, x, weight, out)
+        return self._add_rms_norm(x, residual, weight, eps, out)
+
+    @overload
+    def silu_mul(self, gate_up: Tensor, out: Quantized) -> Quantized: ...
+    @overload
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor, out: Activation | None = None) -> Activation:
+        """Gate: gate_up [T, 2I] = (gate, up) -> silu(gate) * up, [T, I], quantized if `out` is.
+
+        The stride between rows is free.
+        """
+        if isinstance(out, Quantized):
+            checks.check_silu_mul(self.home, gate_up, None)
+            checks.check_quantized_out("silu_mul", self.home, gate_up.shape[0], gate_up.shape[1] // 2, out)
+            return self._quantizer.silu_mul_quantize(gate_up, out)
+        checks.check_silu_mul(self.home, gate_up, out)
+        return self._silu_mul(gate_up, out)
