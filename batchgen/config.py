@@ -62,6 +62,9 @@ _CACHE_RULES: dict[str, Rule] = {
     "kv_cache_memory_bytes": _COUNT_OR_NONE,
     "gpu_memory_utilization": above(0, 1, "above 0 and at most 1"),
     "enable_prefix_caching": FLAG,
+    "kv_cache_dtype": one_of(
+        "auto", "float32", "float16", "bfloat16", "int8", words="auto, float32, float16, bfloat16 or int8"
+    ),
     "swap_space": or_none(number(0, math.inf, "a number of GiB, 0 or more")),
 }
 _SCHEDULER_RULES: dict[str, Rule] = {
@@ -119,7 +122,6 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, _CACHE_RULES, _SETTING)
-        only_built("kv_cache_dtype", self.kv_cache_dtype, "auto", "a KV cache in another type")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

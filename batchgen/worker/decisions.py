@@ -72,6 +72,11 @@ def decide_dtype(given: str, shape: ModelConfig, device: torch.device, decisions
     return str(decisions.decide("dtype", given, stored, reason))
 
 
+def decide_kv_dtype(given: str, dtype: str, decisions: Decisions) -> str:
+    """The dtype of the KV cache, by name."""
+    return str(decisions.decide("kv_cache_dtype", given, dtype, "as the activations"))
+
+
 def decide_limits(
     config: EngineConfig, shape: ModelConfig, device: torch.device, decisions: Decisions
 ) -> Limits:
@@ -131,7 +136,12 @@ def decide_swapping(config: EngineConfig, device: torch.device, decisions: Decis
 
 
 def decide_kernels(
-    config: EngineConfig, shape: ModelConfig, device: torch.device, dtype: str, decisions: Decisions
+    config: EngineConfig,
+    shape: ModelConfig,
+    device: torch.device,
+    dtype: str,
+    kv_dtype: str,
+    decisions: Decisions,
 ) -> tuple[Kernels, bool]:
     """The kernels, and whether a row's bytes are promised to be the same in any batch.
 
@@ -145,7 +155,7 @@ def decide_kernels(
     def pick(reproducible: bool) -> Kernels:
         return choose(
             device.type, dtype, backend=backend, reproducible=reproducible,
-            head_dim=shape.head_dim, block_size=config.cache.block_size,
+            head_dim=shape.head_dim, block_size=config.cache.block_size, kv_dtype=kv_dtype,
         )  # fmt: skip
 
     if wanted:

@@ -86,7 +86,7 @@ def hand_back_memory() -> None:
             trim(0)
 
 
-def environment(device: torch.device, dtype: str, backends: str) -> dict[str, str]:
+def environment(device: torch.device, dtype: str, kv_dtype: str, backends: str) -> dict[str, str]:
     """What the bytes of a result may depend on, as text."""
     described = {
         "batchgen": __version__,
@@ -94,6 +94,7 @@ def environment(device: torch.device, dtype: str, backends: str) -> dict[str, st
         "python": platform.python_version(),
         "device": str(device),
         "dtype": dtype,
+        "kv_cache_dtype": kv_dtype,
         "kernels": backends,
         "threads": str(torch.get_num_threads()),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),

@@ -16,6 +16,7 @@ from batchgen.worker.decisions import (
     decide_device,
     decide_dtype,
     decide_kernels,
+    decide_kv_dtype,
     decide_limits,
     decide_swapping,
 )
@@ -48,7 +49,8 @@ def load_executor(config: EngineConfig) -> Executor:
     dtype = decide_dtype(config.model.dtype, shape, device, decisions)
     limits = decide_limits(config, shape, device, decisions)
     swapping = decide_swapping(config, device, decisions)
-    kernels, reproducible = decide_kernels(config, shape, device, dtype, decisions)
+    kv_dtype = decide_kv_dtype(config.cache.kv_cache_dtype, dtype, decisions)
+    kernels, reproducible = decide_kernels(config, shape, device, dtype, kv_dtype, decisions)
     # The tokenizer comes before the weights: it is quick and fails early.
     tokenizer = tokenizer_of(config.model)
     ends = eos_sources(files.location, tokenizer.eos_token_ids)
@@ -56,12 +58,14 @@ def load_executor(config: EngineConfig) -> Executor:
     num_tokens = min(shape.vocab_size, tokenizer.vocab_size)
     marks = find_marks(tokenizer, num_tokens, config.model.reasoning_config)
     build = partial(
-        files.build, kernels, dtype=dtype, device=device, max_len=limits.max_model_len, block_size=block_size
-    )
+        files.build, kernels, dtype=dtype, kv_dtype=kv_dtype, device=device,
+        max_len=limits.max_model_len, block_size=block_size,
+    )  # fmt: skip
     model = build()
     blocks, block_bytes = _take_blocks(config, model, limits, swapping.space, decisions)
     resolved = config.with_values(
         dtype=dtype,
+        kv_cache_dtype=kv_dtype,
         device=device.type,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
@@ -83,8 +87,9 @@ def load_executor(config: EngineConfig) -> Executor:
         no_thinking=marks if isinstance(marks, str) else None,
         decisions=tuple(str(decision) for decision in decisions.made),
         resolved=resolved.to_engine_args(),
-        environment=environment(device, dtype, _backends(kernels)),
+        environment=environment(device, dtype, kv_dtype, _backends(kernels)),
         reproducible=reproducible,
+        continues=True,
     )
     sampler, draw_limits = make_sampler(
         config.model, kernels, tokenizer, num_tokens, info.eos_token_ids, marks

@@ -43,7 +43,14 @@ class ModelFiles:
         )
 
     def build(
-        self, kernels: Kernels, *, dtype: str, device: torch.device, max_len: int, block_size: int
+        self,
+        kernels: Kernels,
+        *,
+        dtype: str,
+        kv_dtype: str,
+        device: torch.device,
+        max_len: int,
+        block_size: int,
     ) -> Decoder:
         """The model with its weights, read anew; arguments as those of Decoder.
 
@@ -60,8 +67,8 @@ class ModelFiles:
             source = SafetensorsSource(self.location.path)
         method = method_for(self.shape.quantization, self.location.name)(kernels, torch_dtype(dtype), device)
         model = Decoder(
-            self.shape, kernels, method, dtype=dtype, device=device, max_len=max_len, block_size=block_size,
-            rope_divisors=divisors,
+            self.shape, kernels, method, kv_dtype=kv_dtype, device=device, max_len=max_len,
+            block_size=block_size, rope_divisors=divisors,
         )  # fmt: skip
         load_weights(model, source, method.transforms())
         log.info("weights of %s loaded in %.1f s", self.location.name, time.perf_counter() - begin)

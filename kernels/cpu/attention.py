@@ -1,4 +1,4 @@
-"""The KV cache and attention of the cpu backend: the cache's layouts, and calls into kv_cache.c and attention.c."""
+"""KV cache and attention of the cpu backend: layouts, and calls into kv_cache.c and attention.c."""
 
 import threading
 import weakref

@@ -52,7 +52,8 @@ class CpuBackend(KernelBackend):
         if dtype != "float32" and op not in sampling.OPERATIONS:
             return f"the C kernels are float32 only, not {dtype}"
         if op in ("attention", "store_kv") and shape.block_size % attention.UNIT:
-            return f"the C kernels need a block_size that is a multiple of {attention.UNIT}, not {shape.block_size}"
+            unit = attention.UNIT
+            return f"the C kernels need a block_size that is a multiple of {unit}, not {shape.block_size}"
         if op in ("attention", "store_kv") and (shape.kv_dtype or dtype) not in attention.TYPES:
             return f"the C kernels have no KV cache of {shape.kv_dtype}"
         return None

@@ -40,6 +40,10 @@ class GpuBackend(KernelBackend):
             return f"the gpu kernels have no {dtype}"
         if dtype == "bfloat16" and _is_interpreted():
             return "Triton's interpreter computes bfloat16 wrongly"
+        if shape.kv_dtype not in (None, dtype):
+            return (
+                f"the gpu kernels keep the KV cache in {dtype}, as activations are, not in {shape.kv_dtype}"
+            )
         if shape.head_dim > MAX_HEAD_DIM:
             return f"the gpu kernels hold heads of at most {MAX_HEAD_DIM}, not {shape.head_dim}"
         return None

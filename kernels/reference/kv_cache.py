@@ -1,15 +1,26 @@
-"""KV cache of the reference backend: data [N, 2, B, G, D], keys then values."""
+"""KV cache of the reference backend: data [N, 2, B, G, D], keys then values.
+
+With int8 a row is D bytes, padded to a multiple of four, and the four of a float32 scale.
+"""
 
 import torch
 from torch import Tensor
 
 from batchgen.errors import KernelError
-from batchgen.kernels.kv import KVCacheSpec, LayerKV, torch_dtype
+from batchgen.kernels.kv import SCALE_BYTES, KVCacheSpec, LayerKV, torch_dtype
+
+INT8_LEVEL = 127
+
+
+def block_bytes(spec: KVCacheSpec) -> int:
+    """Bytes of a block."""
+    row_bytes = _width(spec) * torch_dtype(spec.dtype).itemsize
+    return 2 * spec.block_size * spec.num_kv_heads * row_bytes
 
 
 def allocate(spec: KVCacheSpec, num_blocks: int, device: torch.device, backend: str) -> LayerKV:
     """Blocks of one layer, uninitialised."""
-    shape = (num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
+    shape = (num_blocks, 2, spec.block_size, spec.num_kv_heads, _width(spec))
     return LayerKV(spec, torch.empty(shape, dtype=torch_dtype(spec.dtype), device=device), backend)
 
 
@@ -20,11 +31,55 @@ def store(key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None
         raise KernelError(f"store_kv: slot {int(slot_mapping.max())} is outside of {kv.num_blocks} blocks")
     is_stored = slot_mapping >= 0
     slots = slot_mapping[is_stored].long()
-    kv.data[slots // block_size, 0, slots % block_size] = key[is_stored]
-    kv.data[slots // block_size, 1, slots % block_size] = value[is_stored]
+    key, value = key[is_stored], value[is_stored]
+    if kv.spec.dtype == "int8":
+        key, value = _quantize(key, value)
+    else:
+        key, value = key.to(kv.data.dtype), value.to(kv.data.dtype)
+    kv.data[slots // block_size, 0, slots % block_size] = key
+    kv.data[slots // block_size, 1, slots % block_size] = value
 
 
 def read(kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens in the slots."""
+    """The tokens in the slots, as floats."""
     block, offset = slots.long() // kv.spec.block_size, slots.long() % kv.spec.block_size
-    return kv.data[block, 0, offset], kv.data[block, 1, offset]
+    key, value = kv.data[block, 0, offset], kv.data[block, 1, offset]
+    if kv.spec.dtype == "int8":
+        return _dense(key, kv.spec), _dense(value, kv.spec)
+    wide = torch.float64 if kv.data.dtype == torch.float64 else torch.float32
+    return key.to(wide), value.to(wide)
+
+
+def _width(spec: KVCacheSpec) -> int:
+    return -(-spec.head_dim // 4) * 4 + SCALE_BYTES if spec.dtype == "int8" else spec.head_dim
+
+
+def _quantize(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of bytes and scale: the largest magnitude becomes 127, ties go to the even number.
+
+    A token that is not finite gets NaN as the scale of its keys and zeros elsewhere.
+    """
+    key, value = key.float(), value.float()
+    key_scale, value_scale = (x.abs().amax(-1, keepdim=True) / INT8_LEVEL for x in (key, value))
+    is_bad = ~(torch.isfinite(key).all(-1) & torch.isfinite(value).all(-1)).unsqueeze(-1)
+    value_scale = value_scale.masked_fill(is_bad, 0.0)
+    key_whole = _whole(key, key_scale.masked_fill(is_bad, 0.0))
+    return (
+        _rows(key_whole, key_scale.masked_fill(is_bad, float("nan"))),
+        _rows(_whole(value, value_scale), value_scale),
+    )
+
+
+def _whole(x: Tensor, scale: Tensor) -> Tensor:
+    whole = torch.round(x / scale).clamp(-INT8_LEVEL, INT8_LEVEL)
+    return torch.where(scale > 0, whole, 0.0).to(torch.int8)
+
+
+def _rows(whole: Tensor, scale: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(whole, (0, -whole.shape[-1] % 4))
+    return torch.cat([padded, scale.contiguous().view(torch.int8)], dim=-1)
+
+
+def _dense(rows: Tensor, spec: KVCacheSpec) -> Tensor:
+    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return rows[..., : spec.head_dim].float() * scale
