@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from batchgen.engine.scheduler_output import DrawRules, SchedulerOutput, StepResult
 from batchgen.models.decoder import Decoder
 from batchgen.sampling_params import SamplingParams
 from batchgen.worker.draw_limits import DrawLimits
+from batchgen.worker.draw_rows import DrawRows, NewestTokens
 from batchgen.worker.executor import ExecutorInfo
-from batchgen.worker.input_batch import InputBatch, build_batch
+from batchgen.worker.input_batch import BatchBuilder, InputBatch
 from batchgen.worker.model_memory import ModelMemory
 from batchgen.worker.prompt_scores import PromptScorer
 from batchgen.worker.sampler import Drawn, Sampler
@@ -35,9 +37,14 @@ class ModelRunner:
         self._scorer = PromptScorer(sampler.reader)
         self._limits = limits
         self._block_size = block_size
-        # Tokens of the last step by the sequence they belong to: a scheduler that runs ahead does not know
-        # them.
-        self._newest: dict[int, int] = {}
+        self._batches = BatchBuilder(
+            block_size=block_size, num_groups=info.num_groups, device=memory.model.device
+        )
+        # Draws of the last step and their tokens: those that go on begin with them, and a scheduler that runs
+        # ahead does not know them.
+        self._draws: DrawRows = sampler.rows(())
+        self._drawn: list[int | None] = []
+        self._newest = NewestTokens()
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepResult:
@@ -49,21 +56,15 @@ class ModelRunner:
         model = self._memory.model
         swap_s = self._memory.blocks.apply(step)
         self._sampler.forget(step.finished_seq_ids)
-        if not step.sequences:
+        if not step.num_sequences:
             return StepResult(step.step, [], swap_s=swap_s)
-        batch = build_batch(
-            step,
-            block_size=self._block_size,
-            num_groups=self.info.num_groups,
-            device=model.device,
-            newest=self._newest,
-        )
+        batch = self._batches.build(step, self._newest, self._drawn)
+        draws = self._draws_of(step, batch)
         hidden = model.forward(batch.token_ids, batch.positions, batch.metas, rows=batch.logit_rows)
         num_drawn_rows = hidden.shape[0] - batch.num_score_rows
-        drawn = self._draw(model, hidden[:num_drawn_rows], batch)
-        self._newest = {
-            row.slot: token or 0 for row, token in zip(batch.samples, drawn.token_ids, strict=True)
-        }
+        drawn = self._draw(model, hidden[:num_drawn_rows], draws, batch.sample_rows)
+        self._draws, self._drawn = draws, drawn.token_ids
+        self._newest = NewestTokens(draws.slots(), drawn.token_ids)
         # After the draws: the logits of a chunk take the place of theirs.
         scores = self._scorer.score(model, hidden[num_drawn_rows:], batch.scores) if batch.scores else {}
         return StepResult(
@@ -88,7 +89,7 @@ class ModelRunner:
     def sleep(self, level: int) -> None:
         """Give memory back."""
         self._memory.sleep(level)
-        self._newest.clear()
+        self._newest = NewestTokens()
 
     def wake_up(self) -> None:
         """Be ready again."""
@@ -97,13 +98,22 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Free weights and blocks. May be called twice."""
         self._memory.free()
-        self._newest.clear()
+        self._newest = NewestTokens()
 
-    def _draw(self, model: Decoder, hidden: torch.Tensor, batch: InputBatch) -> Drawn:
-        if not batch.samples:
+    def _draws_of(self, step: SchedulerOutput, batch: InputBatch) -> DrawRows:
+        """The draws of a step: of those that go on, then all others."""
+        if step.continued is None:
+            return self._sampler.rows(batch.samples)
+        going_on = self._draws.moved(np.array(step.continued.rows, dtype=np.int64))
+        return going_on.followed_by(self._sampler.rows(batch.samples)) if batch.samples else going_on
+
+    def _draw(
+        self, model: Decoder, hidden: torch.Tensor, draws: DrawRows, sample_rows: Sequence[int]
+    ) -> Drawn:
+        if not len(draws):
             return Drawn([])
         logits = model.logits(hidden)
-        if len(batch.samples) != logits.shape[0]:
+        if len(draws) != logits.shape[0]:
             # Several samples of one prompt begin from the same logits; each may change its own copy.
-            logits = logits[batch.sample_rows]
-        return self._sampler.draw(logits, batch.samples, self._newest)
+            logits = logits[sample_rows]
+        return self._sampler.draw(logits, draws, self._newest)

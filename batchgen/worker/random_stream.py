@@ -29,11 +29,18 @@ def _mix(value: int) -> int:
 
 def uniforms(keys: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.float64]:
     """`uniform` of many keys at once: [R] float64."""
-    parts = np.array([(seed & _MASK, sample + 1, position + 1) for seed, sample, position in keys], np.uint64)
-    golden = np.uint64(_GOLDEN)
-    state = _mix_all(parts[:, 0])
-    state = _mix_all(state + golden * parts[:, 1])
-    state = _mix_all(state + golden * parts[:, 2])
+    return uniforms_at(stream_states(keys), np.array([position for _, _, position in keys], dtype=np.int64))
+
+
+def stream_states(keys: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint64]:
+    """What seed and sample of each key make of the stream, whatever the position: [R]."""
+    parts = np.array([(seed & _MASK, sample + 1) for seed, sample, _ in keys], np.uint64).reshape(-1, 2)
+    return _mix_all(_mix_all(parts[:, 0]) + np.uint64(_GOLDEN) * parts[:, 1])
+
+
+def uniforms_at(states: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The numbers of streams at a position each: [R] float64."""
+    state = _mix_all(states + np.uint64(_GOLDEN) * (positions + 1).astype(np.uint64))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

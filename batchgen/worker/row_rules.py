@@ -80,6 +80,11 @@ class RowRules:
             or self.has_grammar
         )
 
+    @property
+    def holds_back_ends(self) -> bool:
+        """Whether its first `min_tokens` draws must not end it."""
+        return self.min_tokens > 0 and self._stop_ids.size > 0
+
     def edits(self, row: SamplingRow) -> bool:
         """Whether the logits of a draw are changed before it."""
         return self.is_edited or (row.num_generated < self.min_tokens and self._stop_ids.size > 0)

@@ -16,9 +16,9 @@ from batchgen.kernels.ops import Kernels
 from batchgen.kernels.sampling import Draws
 from batchgen.structured import DEAD_END
 from batchgen.structured.masks import GrammarMasks
+from batchgen.worker.draw_rows import DrawRows
 from batchgen.worker.logits import edit_logits
 from batchgen.worker.logprobs import LogprobReader
-from batchgen.worker.random_stream import uniforms
 from batchgen.worker.row_rules import KnownRules, RowRules
 from batchgen.worker.thinking import ThinkingMarks
 
@@ -64,7 +64,13 @@ class Sampler:
         self._marks = marks
         self._copies = torch.empty(0)
 
-    def draw(self, logits: Tensor, rows: Sequence[SamplingRow], newest: Mapping[int, int]) -> Drawn:
+    def rows(self, rows: Sequence[SamplingRow]) -> DrawRows:
+        """Draws in the form in which `draw` takes them without looking at each."""
+        return DrawRows.of(rows, self._known.of(rows))
+
+    def draw(
+        self, logits: Tensor, rows: Sequence[SamplingRow] | DrawRows, newest: Mapping[int, int]
+    ) -> Drawn:
         """One token per row; of equal logits the lowest id is taken by a greedy row.
 
         None for a row that holds a NaN, or whose largest logit is infinite: there is nothing to draw from;
@@ -76,7 +82,14 @@ class Sampler:
             newest: slot -> the token drawn by the step before, for histories that lack it.
         """
         logits = logits.to(torch.float32).contiguous()
-        known = self._known.of(rows)
+        draws = rows if isinstance(rows, DrawRows) else self.rows(rows)
+        if draws.is_plain:
+            return Drawn(self._tokens(logits[:, : self.vocab_size], draws.draws()))
+        return self._draw_specially(logits, draws, newest)
+
+    def _draw_specially(self, logits: Tensor, draws: DrawRows, newest: Mapping[int, int]) -> Drawn:
+        """As `draw`, when there is more to do for some rows than to draw."""
+        rows, known = draws.rows, draws.known
         edited = [index for index, rules in enumerate(known) if rules.edits(rows[index])]
         beams = [index for index, row in enumerate(rows) if row.num_candidates]
         told = [
@@ -96,7 +109,9 @@ class Sampler:
             has_grammar = self.grammar is not None and any(rules.has_grammar for rules in known)
             if has_grammar and self.grammar is not None:
                 failures = self.grammar.apply(view, rows, newest)
-        tokens = self._tokens(view, rows, known, told, only_beams=len(beams) == len(rows))
+        tokens: list[int | None] = [None] * len(rows)
+        if len(beams) < len(rows):
+            tokens = self._tokens(view, draws.draws(self._replaced(len(rows), told)))
         drawn = Drawn(tokens, failures=failures)
         self._find_candidates(view, rows, beams, totals, drawn)
         self._find_failures(view, known, edited, drawn)
@@ -118,35 +133,17 @@ class Sampler:
         if self.grammar is not None:
             self.grammar.drop(slots)
 
-    def _tokens(
-        self,
-        logits: Tensor,
-        rows: Sequence[SamplingRow],
-        known: Sequence[RowRules],
-        told: Sequence[int],
-        *,
-        only_beams: bool,
-    ) -> list[int | None]:
-        if only_beams:
-            return [None] * len(rows)
-        ways = np.array([rules.way for rules in known], dtype=np.float64).T.copy()
-        for index, row in enumerate(rows):
-            if row.num_candidates:
-                ways[0, index] = 0.0
-        is_replaced = None
-        if self.reader.is_processed and told:
-            is_replaced = torch.zeros(len(rows), dtype=torch.bool)
-            is_replaced[list(told)] = True
-        draws = Draws(
-            temperature=torch.from_numpy(ways[0]),
-            top_k=torch.from_numpy(ways[1].astype(np.int64)),
-            top_p=torch.from_numpy(ways[2]),
-            min_p=torch.from_numpy(ways[3]),
-            uniform=torch.from_numpy(uniforms([row.key for row in rows])),
-            is_replaced=is_replaced,
-        )
+    def _tokens(self, logits: Tensor, draws: Draws) -> list[int | None]:
         found = self._kernels.sample(logits, draws).tolist()
         return [None if token < 0 else token for token in found]
+
+    def _replaced(self, num_rows: int, told: Sequence[int]) -> Tensor | None:
+        """Which rows of logits become what was drawn from."""
+        if not self.reader.is_processed or not told:
+            return None
+        is_replaced = torch.zeros(num_rows, dtype=torch.bool)
+        is_replaced[list(told)] = True
+        return is_replaced
 
     def _normalise(
         self, logits: Tensor, beams: Sequence[int], edited: Sequence[int], known: Sequence[RowRules]

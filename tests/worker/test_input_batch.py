@@ -12,7 +12,7 @@ from batchgen.engine.scheduler_output import (
 )
 from batchgen.errors import EngineError
 from batchgen.sampling_params import SamplingParams
-from batchgen.worker.input_batch import InputBatch, build_batch
+from batchgen.worker.input_batch import BatchBuilder, InputBatch
 
 PARAMS = SamplingParams(temperature=0)
 
@@ -22,10 +22,11 @@ def sample(slot: int, index: int = 0) -> SamplingRow:
 
 
 def build(*sequences: ScheduledSequence, newest: dict[int, int] | None = None, groups: int = 1) -> InputBatch:
-    step = SchedulerOutput(3, sequences)
-    return build_batch(
-        step, block_size=16, num_groups=groups, device=torch.device("cpu"), newest=newest or {}
-    )
+    return builder(groups).build(SchedulerOutput(3, sequences), newest or {})
+
+
+def builder(groups: int = 1) -> BatchBuilder:
+    return BatchBuilder(block_size=16, num_groups=groups, device=torch.device("cpu"))
 
 
 def test_a_chunk_beside_a_decode() -> None:
