@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import WeightsError
+from batchgen.kernels.ops import Kernels
 from batchgen.layers.linear import LMHead
 from batchgen.layers.parallel import ParallelContext
 
@@ -15,6 +16,7 @@ class Embedding:
         name: for messages.
         vocab_size, hidden_size: of the whole table.
         parallel: this rank's place.
+        kernels: the model's operations.
         dtype, device: of the table.
         head: the output head whose weight is this table; then nothing is loaded here.
     """
@@ -25,6 +27,7 @@ class Embedding:
         vocab_size: int,
         hidden_size: int,
         parallel: ParallelContext,
+        kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
         head: LMHead | None = None,
@@ -32,7 +35,7 @@ class Embedding:
         self.name, self.parallel, self.head = name, parallel, head
         self.size = (vocab_size, hidden_size)
         self.share = parallel.share(vocab_size, name)
-        self._dtype, self._device = dtype, device
+        self._kernels, self._dtype, self._device = kernels, dtype, device
         self._table: Tensor | None = None
 
     def load(self, part: int, parameter: str, tensor: Tensor) -> None:
@@ -59,17 +62,18 @@ class Embedding:
             return self.head.tensors()
         return [] if self._table is None else [self._table]
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Look up: ids [T] int64, within the vocabulary -> [T, E]."""
         if self.parallel.size == 1:
-            return self._rows(ids)
+            return self._rows(ids, out)
         local = ids - self.share.start
         is_here = (local >= 0) & (local < self.share.stop - self.share.start)
         rows = self._rows(local.where(is_here, torch.zeros_like(local)))
-        return self.parallel.all_reduce(rows * is_here.unsqueeze(1))
+        rows = self.parallel.all_reduce(rows * is_here.unsqueeze(1))
+        return rows if out is None else out.copy_(rows)
 
-    def _rows(self, ids: Tensor) -> Tensor:
+    def _rows(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         if self.head is not None:
-            return self.head.rows(ids)
+            return self.head.rows(ids, out)
         assert self._table is not None
-        return self._table.index_select(0, ids)
+        return self._kernels.gather_rows(self._table, ids, out)

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from batchgen.errors import WeightsError
+from batchgen.kernels.ops import Activation
 from batchgen.layers.parallel import ParallelContext
-from batchgen.quantization.base import Activation, LinearMethod, LinearShape, ParameterLayout
+from batchgen.quantization.base import LinearMethod, LinearShape, ParameterLayout
 
 
 class LinearLayer:
@@ -45,6 +46,8 @@ class LinearLayer:
             tuple(share.stop - share.start for share in outputs),
             has_bias and self._adds_bias(),
         )
+        # The form in which the layer wants its input: None for floats, else the bits of a `Quantized`.
+        self.input_bits = method.input_bits(self.shape)
         self.layouts = method.layouts(self.shape)
         self.weights: Any = method.create_weights(self.shape)
         self._waiting = {(part, parameter) for part in range(len(part_sizes)) for parameter in self.layouts}
@@ -178,6 +181,6 @@ class LMHead(ColumnLinear):
         """Logits: x [R, E] -> [R, V], the whole vocabulary."""
         return self.parallel.all_gather(self.method.apply(self.weights, x, out))
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows of this rank's share of the weight as floats: ids [T] -> [T, E]."""
-        return self.method.rows(self.weights, ids)
+        return self.method.rows(self.weights, ids, out)

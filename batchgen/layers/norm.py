@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import WeightsError
-from batchgen.kernels.ops import Kernels
+from batchgen.kernels.ops import Activation, Kernels
 
 
 class RMSNorm:
@@ -42,12 +42,12 @@ class RMSNorm:
         """The weight in memory."""
         return [] if self.weight is None else [self.weight]
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, out: Activation | None = None) -> Activation:
         """Norm the last dimension of x [T, E] or [T, H, E]."""
         assert self.weight is not None
         return self.kernels.rms_norm(x, self.weight, self.eps, out)
 
-    def add(self, x: Tensor, residual: Tensor, out: Tensor | None = None) -> Tensor:
+    def add(self, x: Tensor, residual: Tensor, out: Activation | None = None) -> Activation:
         """Add x to the residual in place and norm the sum: x, residual [T, E] -> [T, E]."""
         assert self.weight is not None
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps, out)[0]

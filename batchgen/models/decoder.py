@@ -1,64 +1,23 @@
 """Decoder: the one stack of pre-norm attention and gated-MLP layers that all families here share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
-from batchgen.kernels.ops import Kernels
+from batchgen.kernels.ops import Activation, Kernels
 from batchgen.layers.embedding import Embedding
 from batchgen.layers.linear import LMHead, MergedLinear, QKVLinear, RowLinear
 from batchgen.layers.norm import RMSNorm
 from batchgen.layers.parallel import ParallelContext
 from batchgen.layers.rotary import RotaryEmbedding
+from batchgen.models.decoder_layer import DecoderLayer, Linear, WeightTarget, input_bits
 from batchgen.models.kv_layout import KVLayout, kv_layout
 from batchgen.models.model_config import ModelConfig
-from batchgen.models.workspace import Activations, Workspace
-from batchgen.quantization.base import Activation, LinearMethod
-
-
-class Linear(Protocol):
-    """What stands at the place of a linear layer: the layer itself, or an adapter around it."""
-
-    def __call__(self, x: Activation, out: Tensor | None = None) -> Tensor:
-        """Multiply: x [T, K] -> [T, N]."""
-
-
-class WeightTarget(Protocol):
-    """What takes tensors of a checkpoint."""
-
-    def load(self, part: int, parameter: str, tensor: Tensor) -> None:
-        """Take one tensor."""
-
-    def missing(self) -> list[tuple[int, str]]:
-        """(part, parameter) of the tensors that have not come."""
-
-    def tensors(self) -> list[Tensor]:
-        """The weights in memory."""
-
-
-@dataclass(slots=True)
-class DecoderLayer:
-    """Weights and cache of one layer; `window` None sees all positions, `rotary` None rotates nothing.
-
-    `group` is that of its cache: which block tables are its own.
-    """
-
-    input_norm: RMSNorm
-    qkv: Linear
-    output: Linear
-    post_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
-    window: int | None
-    rotary: RotaryEmbedding | None
-    query_norm: RMSNorm | None = None
-    key_norm: RMSNorm | None = None
-    kv: LayerKV | None = field(default=None, repr=False)
-    group: int = 0
+from batchgen.models.recorded import RecordedForward
+from batchgen.models.workspace import Activations, InputRoom, Workspace
+from batchgen.quantization.base import LinearMethod
 
 
 class Decoder:
@@ -71,7 +30,7 @@ class Decoder:
         config: the shape.
         kernels: the operations.
         method: how linear layers store and multiply weights.
-        dtype: of activations.
+        kv_dtype: of the cache.
         device: of weights and activations.
         max_len: positions that will be asked for.
         block_size: of the cache.
@@ -85,7 +44,7 @@ class Decoder:
         kernels: Kernels,
         method: LinearMethod,
         *,
-        dtype: str,
+        kv_dtype: str,
         device: torch.device,
         max_len: int,
         block_size: int,
@@ -94,17 +53,17 @@ class Decoder:
     ):
         self.config, self.kernels, self.method, self.device = config, kernels, method, device
         self.dtype = method.dtype
-        self._parallel = parallel or ParallelContext()
+        self.parallel = parallel or ParallelContext()
         self._targets: dict[str, tuple[WeightTarget, int]] = {}
         self._scale = config.head_dim**-0.5
         c = config
-        self.head = LMHead("lm_head", method, self._parallel, c.hidden_size, (c.vocab_size,))
+        self.head = LMHead("lm_head", method, self.parallel, c.hidden_size, (c.vocab_size,))
         self.embedding = Embedding(
-            "model.embed_tokens", c.vocab_size, c.hidden_size, self._parallel, self.dtype, device,
-            head=self.head if c.tie_embeddings else None,
+            "model.embed_tokens", c.vocab_size, c.hidden_size, self.parallel, kernels, self.dtype, device,
+            head=self.head if c.tie_embeddings and method.has_rows else None,
         )  # fmt: skip
         self._targets["model.embed_tokens"] = (self.embedding, 0)
-        if not c.tie_embeddings:
+        if self.embedding.head is None:
             self._targets["lm_head"] = (self.head, 0)
         self._rotary = (
             RotaryEmbedding(c.rope, max_len, kernels, device, rope_divisors) if any(c.uses_rope) else None
@@ -115,17 +74,18 @@ class Decoder:
         assert isinstance(qkv, QKVLinear)
         self._workspace = Workspace(
             self.dtype, device,
-            hidden_size=c.hidden_size, wide_size=2 * c.intermediate_size // self._parallel.size,
+            hidden_size=c.hidden_size, wide_size=2 * c.intermediate_size // self.parallel.size,
             vocab_size=c.vocab_size, num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads,
             head_dim=c.head_dim,
         )  # fmt: skip
         specs = [
-            KVCacheSpec(qkv.num_kv_heads, c.head_dim, block_size, dtype, window=window)
+            KVCacheSpec(qkv.num_kv_heads, c.head_dim, block_size, kv_dtype, window=window)
             for window in c.windows
         ]
         self.kv_layout: KVLayout = kv_layout(specs, max_len)
         for layer, group in zip(self.layers, self.kv_layout.groups, strict=True):
             layer.group = group
+        self.recorded = RecordedForward(self)
 
     def weight_targets(self) -> dict[str, tuple[WeightTarget, int]]:
         """Module name in a Hugging Face checkpoint -> what takes its tensors, and as which fused part."""
@@ -136,6 +96,7 @@ class Decoder:
 
         The names are "model.layers.0.self_attn.qkv_proj", "...o_proj", "...mlp.gate_up_proj", "...down_proj".
         """
+        self.recorded.forget()
         for index, layer in enumerate(self.layers):
             place = f"model.layers.{index}"
             layer.qkv = wrap(f"{place}.self_attn.qkv_proj", layer.qkv)
@@ -145,11 +106,13 @@ class Decoder:
 
     def bind_kv(self, caches: Sequence[LayerKV]) -> None:
         """Give every layer its cache; there is one for each place of `kv_layout`."""
+        self.recorded.forget()
         for layer, place in zip(self.layers, self.kv_layout.places, strict=True):
             layer.kv = caches[place]
 
     def release(self) -> None:
         """Let go of the cache and of the activations' memory; `bind_kv` comes before the next step."""
+        self.recorded.forget()
         for layer in self.layers:
             layer.kv = None
         self._workspace.release()
@@ -182,53 +145,80 @@ class Decoder:
 
         Returns: final normed hidden states, [R, E] or [T, E].
         """
-        hidden = self._embed(token_ids, inputs_embeds)
-        work = self._workspace.activations(hidden.shape[0])
-        # The residual stream is changed in place by every layer; the caller's embeddings are not ours.
-        residual = work.residual.copy_(hidden)
-        normed = self.layers[0].input_norm(residual, work.normed)
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
+        work = self._workspace.activations(positions.shape[-1])
+        residual = work.residual
+        if inputs_embeds is not None:
+            residual.copy_(inputs_embeds)
+        else:
+            assert token_ids is not None
+            self.embedding(token_ids, residual)
+        following = [*self.layers[1:], None]
+        first = self.layers[0]
+        normed = first.input_norm(residual, work.normed.of(input_bits(first.qkv)))
+        for layer, after in zip(self.layers, following, strict=True):
             attended = self._attend(layer, normed, positions, metas[layer.group], work)
-            if index == last and rows is not None:
-                attended, residual = attended[rows], residual[rows]
-                work = self._workspace.activations(rows.shape[0])
-            hidden = layer.output(attended, work.hidden)
-            normed = layer.post_norm.add(hidden, residual, work.normed)
-            gated = self.kernels.silu_mul(layer.gate_up(normed, work.wide), work.gated)
+            if after is None and rows is not None:
+                work, attended, residual = self._pick(attended, residual, rows)
+            hidden = layer.output(self._as_input(attended, layer.output, work.attended), work.hidden)
+            normed = layer.post_norm.add(hidden, residual, work.normed.of(input_bits(layer.gate_up)))
+            wide = layer.gate_up(normed, work.wide)
+            gated = self.kernels.silu_mul(wide, work.gated.of(input_bits(layer.down)))
             hidden = layer.down(gated, work.hidden)
-            following = self.norm if index == last else self.layers[index + 1].input_norm
-            normed = following.add(hidden, residual, work.normed)
+            if after is not None:
+                normed = after.input_norm.add(hidden, residual, work.normed.of(input_bits(after.qkv)))
+        normed = self.norm.add(hidden, residual, work.normed.floats)
+        assert isinstance(normed, Tensor)
         return normed
+
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metas: Sequence[AttentionMeta], rows: Tensor
+    ) -> Tensor:
+        """The same as `forward`, from a recording of it where the kernels can make one."""
+        return self.recorded.run(token_ids, positions, metas, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of final hidden states: [R, E] -> [R, V] in the activations' dtype."""
-        return self.head(hidden, self._workspace.logits(hidden.shape[0]))
+        room = self._workspace.activations(hidden.shape[0]).normed
+        return self.head(self._as_input(hidden, self.head, room), self._workspace.logits(hidden.shape[0]))
 
-    def _embed(self, token_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if inputs_embeds is not None:
-            return inputs_embeds.to(self.dtype)
-        assert token_ids is not None
-        return self.embedding(token_ids)
+    def _as_input(self, x: Tensor, layer: Linear, room: InputRoom) -> Activation:
+        """Floats in the form that the layer wants."""
+        bits = input_bits(layer)
+        return x if bits is None else self.kernels.quantize(x, room.quantized(bits))
+
+    def _pick(self, attended: Tensor, residual: Tensor, rows: Tensor) -> tuple[Activations, Tensor, Tensor]:
+        """Go on with some of the tokens only."""
+        picked_attended, picked_residual = self._workspace.picked(rows.shape[0])
+        self.kernels.gather_rows(attended, rows, picked_attended)
+        self.kernels.gather_rows(residual, rows, picked_residual)
+        return self._workspace.activations(rows.shape[0]), picked_attended, picked_residual
 
     def _attend(
-        self, layer: DecoderLayer, normed: Tensor, positions: Tensor, meta: AttentionMeta, work: Activations
+        self,
+        layer: DecoderLayer,
+        normed: Activation,
+        positions: Tensor,
+        meta: AttentionMeta,
+        work: Activations,
     ) -> Tensor:
         qkv = layer.qkv(normed, work.qkv)
         query, key, value = (
             (work.query, work.key, work.value) if qkv is work.qkv else self._workspace.split_heads(qkv)
         )
         if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = layer.query_norm(query), layer.key_norm(key)
+            normed_query, normed_key = self._workspace.normed_heads(query.shape[0])
+            layer.query_norm(query, normed_query)
+            layer.key_norm(key, normed_key)
+            query, key = normed_query, normed_key
         if layer.rotary is not None:
             layer.rotary(query, key, positions)
         assert layer.kv is not None
         self.kernels.store_kv(key, value, layer.kv, meta.slot_mapping)
         self.kernels.attention(query, layer.kv, meta, self._scale, window=layer.window, out=work.heads)
-        return work.attended
+        return work.attended.floats
 
     def _make_layer(self, index: int, rotary: RotaryEmbedding | None) -> DecoderLayer:
-        c, place, parallel = self.config, f"model.layers.{index}", self._parallel
+        c, place, parallel = self.config, f"model.layers.{index}", self.parallel
         qkv = QKVLinear(
             f"{place}.self_attn.qkv_proj", self.method, parallel,
             c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.qkv_bias,

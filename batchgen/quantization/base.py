@@ -9,23 +9,9 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import UnsupportedModelError
-from batchgen.kernels.ops import Kernels
+from batchgen.kernels.ops import Activation, Kernels
 from batchgen.registry import Registry
 
-
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """Activations in a narrow type: values [T, K] and one scale [T, 1] per token; x = values * scale."""
-
-    values: Tensor
-    scale: Tensor
-
-    def dense(self) -> Tensor:
-        """The activations in the scale's dtype, [T, K]."""
-        return self.values.to(self.scale.dtype) * self.scale
-
-
-Activation = Tensor | Scaled
 
 # Rewrites a tensor on its way into the model: (name, tensor, read another tensor by name) -> tensor.
 Transform = Callable[[str, Tensor, Callable[[str], Tensor]], Tensor]
@@ -86,6 +72,10 @@ class LinearMethod(ABC):
     def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:
         """The tensors that a checkpoint must hold for each part of the layer, and how they are laid out."""
 
+    def input_bits(self, shape: LinearShape) -> int | None:
+        """In which form the layer wants its input: None for floats, else the bits of a `Quantized`."""
+        return None
+
     @abstractmethod
     def create_weights(self, shape: LinearShape) -> Any:
         """What holds the layer's weights; opaque to the layer."""
@@ -110,7 +100,7 @@ class LinearMethod(ABC):
     def tensors(self, weights: Any) -> list[Tensor]:
         """All that the weights keep in memory once they are processed."""
 
-    def rows(self, weights: Any, ids: Tensor) -> Tensor:
+    def rows(self, weights: Any, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows of the weight as floats: ids [T] int64 -> [T, K]; for an embedding tied to a head."""
         raise UnsupportedModelError(f"{type(self).__name__} cannot serve an embedding tied to the head")
 

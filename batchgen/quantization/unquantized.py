@@ -8,14 +8,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from batchgen.errors import WeightsError
-from batchgen.kernels.ops import PackedLinear
+from batchgen.kernels.ops import Activation, PackedLinear, Quantized
 from batchgen.quantization.base import (
     METHODS,
-    Activation,
     LinearMethod,
     LinearShape,
     ParameterLayout,
-    Scaled,
 )
 
 _WEIGHT, _BIAS = ParameterLayout(output_dim=0, input_dim=1), ParameterLayout(output_dim=0, input_dim=None)
@@ -78,13 +76,13 @@ class Unquantized(LinearMethod):
     @override
     def apply(self, weights: FloatWeights, x: Activation, out: Tensor | None = None) -> Tensor:
         assert weights.packed is not None
-        return self.kernels.linear(x.dense() if isinstance(x, Scaled) else x, weights.packed, out)
+        return self.kernels.linear(x.dense() if isinstance(x, Quantized) else x, weights.packed, out)
 
     @override
     def tensors(self, weights: FloatWeights) -> list[Tensor]:
         return [] if weights.packed is None else weights.packed.tensors()
 
     @override
-    def rows(self, weights: FloatWeights, ids: Tensor) -> Tensor:
+    def rows(self, weights: FloatWeights, ids: Tensor, out: Tensor | None = None) -> Tensor:
         assert weights.packed is not None
-        return self.kernels.gather_rows(weights.packed, ids)
+        return self.kernels.gather_rows(weights.packed, ids, out)

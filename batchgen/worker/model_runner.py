@@ -60,7 +60,7 @@ class ModelRunner:
             return StepResult(step.step, [], swap_s=swap_s)
         batch = self._batches.build(step, self._newest, self._drawn)
         draws = self._draws_of(step, batch)
-        hidden = model.forward(batch.token_ids, batch.positions, batch.metas, rows=batch.logit_rows)
+        hidden = model.run(batch.token_ids, batch.positions, batch.metas, batch.logit_rows)
         num_drawn_rows = hidden.shape[0] - batch.num_score_rows
         drawn = self._draw(model, hidden[:num_drawn_rows], draws, batch.sample_rows)
         self._draws, self._drawn = draws, drawn.token_ids

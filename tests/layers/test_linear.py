@@ -10,16 +10,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from batchgen.errors import ConfigError, WeightsError
-from batchgen.kernels.ops import Kernels, choose
+from batchgen.kernels.ops import Activation, Kernels, Quantized, choose
 from batchgen.layers.embedding import Embedding
 from batchgen.layers.linear import ColumnLinear, LMHead, MergedLinear, QKVLinear, RowLinear
 from batchgen.layers.parallel import ParallelContext
 from batchgen.quantization.base import (
-    Activation,
     LinearMethod,
     LinearShape,
     ParameterLayout,
-    Scaled,
     method_for,
 )
 from batchgen.quantization.unquantized import Unquantized
@@ -121,16 +119,16 @@ def test_heads_are_shared_whole_and_doubled_when_there_are_too_few(
         torch.testing.assert_close(layer(X), X @ torch.cat(expected).T)
 
 
-def test_head_and_embedding_over_two_ranks(method: LinearMethod) -> None:
+def test_head_and_embedding_over_two_ranks(method: LinearMethod, kernels: Kernels) -> None:
     table = numbers(10, 12)
     ids = torch.tensor([0, 4, 5, 9, 9])
     logits, rows = [], torch.zeros(5, 12)
     for rank in RANKS:
         head = LMHead("lm_head", method, rank, 12, (10,))
-        tied = Embedding("embed", 10, 12, rank, torch.float32, CPU, head=head)
+        tied = Embedding("embed", 10, 12, rank, kernels, torch.float32, CPU, head=head)
         tied.load(0, "weight", table)
         logits.append(head(X))
-        own = Embedding("embed", 10, 12, rank, torch.float32, CPU)
+        own = Embedding("embed", 10, 12, rank, kernels, torch.float32, CPU)
         own.load(0, "weight", table)
         assert torch.equal(own(ids), tied(ids))
         rows += tied(ids)
@@ -169,6 +167,10 @@ class HalvesAndScale(LinearMethod):
         return {"halves": ParameterLayout(output_dim=1, input_dim=0), "scale": ParameterLayout(0, None)}
 
     @override
+    def input_bits(self, shape: LinearShape) -> int | None:
+        return 16
+
+    @override
     def create_weights(self, shape: LinearShape) -> dict[str, Any]:
         return {
             "halves": torch.zeros(shape.in_features, shape.out_features),
@@ -187,8 +189,7 @@ class HalvesAndScale(LinearMethod):
 
     @override
     def apply(self, weights: Any, x: Activation, out: Tensor | None = None) -> Tensor:
-        narrow = x if isinstance(x, Scaled) else Scaled(x / 4, torch.full((x.shape[0], 1), 4.0))
-        return self.kernels.linear(narrow.dense(), weights["packed"], out)
+        return self.kernels.linear(x.dense() if isinstance(x, Quantized) else x, weights["packed"], out)
 
     @override
     def tensors(self, weights: Any) -> list[Tensor]:
@@ -207,13 +208,27 @@ def test_another_method_stores_in_its_own_way(parallel: ParallelContext, kernels
     expected = torch.cat((X @ gate[share].T, X @ up[share].T), dim=1)
     torch.testing.assert_close(layer(X), expected)
     assert sum(tensor.numel() for tensor in layer.tensors()) >= expected.shape[1] * 12
-    torch.testing.assert_close(layer(Scaled(X / 3, torch.full((5, 1), 3.0))), expected)
+    assert layer.input_bits == 16
+    torch.testing.assert_close(layer(narrowed(X)), expected, atol=1e-3, rtol=1e-3)
 
 
-def test_float_weights_take_scaled_activations(method: LinearMethod) -> None:
+def narrowed(x: Tensor) -> Quantized:
+    """As 16 bits, by hand."""
+    scale = x.abs().amax(dim=1) / 32767
+    value = (x / scale[:, None]).round().to(torch.int32)
+    narrow = Quantized.empty(*x.shape, bits=16)
+    narrow.values.zero_()
+    narrow.values[:, 0, : x.shape[1]] = value >> 8
+    narrow.values[:, 1, : x.shape[1]] = (value & 255).to(torch.uint8).view(torch.int8)
+    narrow.scale.copy_(scale)
+    return narrow
+
+
+def test_float_weights_take_quantized_activations(method: LinearMethod) -> None:
     layer = ColumnLinear("up", method, ParallelContext(), 12, (8,))
     layer.load(0, "weight", numbers(8, 12))
-    torch.testing.assert_close(layer(Scaled(X * 2, torch.full((5, 1), 0.5))), layer(X))
+    assert layer.input_bits is None
+    torch.testing.assert_close(layer(narrowed(X)), layer(X), atol=1e-3, rtol=1e-3)
 
 
 def test_methods_are_found_by_the_checkpoints_own_name() -> None:

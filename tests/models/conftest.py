@@ -18,7 +18,7 @@ from batchgen.models.hf_config import config_from_hf
 from batchgen.models.location import resolve_model
 from batchgen.models.weights import SafetensorsSource, load_weights
 from batchgen.quantization.base import method_for
-from batchgen.worker.input_batch import build_batch
+from batchgen.worker.input_batch import BatchBuilder
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 80
@@ -39,7 +39,7 @@ def build_decoder(path: Path, *, backend: str = "reference", transforms: Sequenc
         config,
         kernels,
         method_for(config.quantization, str(path))(kernels, torch_dtype("float32"), device),
-        dtype="float32",
+        kv_dtype="float32",
         device=device,
         max_len=config.max_len,
         block_size=BLOCK_SIZE,
@@ -77,10 +77,13 @@ def run_plan(
                 scheduled.append(ScheduledSequence(index, ids, done[index], tables[index]))
                 done[index] += count
         step = SchedulerOutput(number, tuple(scheduled))
-        batch = build_batch(
-            step, block_size=BLOCK_SIZE, num_groups=len(windows), device=model.device, newest={}
-        )
-        logits = model.logits(model.forward(batch.token_ids, batch.positions, batch.metas)).clone()
+        builder = BatchBuilder(block_size=BLOCK_SIZE, num_groups=len(windows), device=model.device)
+        batch = builder.build(step, {})
+        hidden = model.forward(batch.token_ids, batch.positions, batch.metas).clone()
+        every_row = torch.arange(len(hidden))
+        recorded = model.run(batch.token_ids, batch.positions, batch.metas, every_row)
+        assert torch.equal(recorded, hidden), "a recorded step gives the same bits"
+        logits = model.logits(hidden).clone()
         parts = logits.split([len(sequence.token_ids) for sequence in scheduled])
         for sequence, part in zip(scheduled, parts, strict=True):
             found[sequence.seq_id].append(part)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchgen.kernels.ops import Activation
 from batchgen.models.decoder import Decoder, Linear
-from batchgen.quantization.base import Activation
 from batchgen.tiny_models import random_ids, tiny_model, write_folder
 
 PROMPT = random_ids(17, seed=8)

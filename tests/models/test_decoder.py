@@ -10,7 +10,7 @@ import torch
 from batchgen.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from batchgen.models.decoder import Decoder
 from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_gguf
-from batchgen.worker.input_batch import build_batch
+from batchgen.worker.input_batch import BatchBuilder
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0,
@@ -79,7 +79,7 @@ def test_a_gguf_file_gives_the_logits_of_its_original(
 
 def run_step(model: Decoder, ids: list[int], **arguments: Any) -> torch.Tensor:
     step = SchedulerOutput(0, (ScheduledSequence(0, ids, 0, (list(range(4)),)),))
-    batch = build_batch(step, block_size=16, num_groups=1, device=model.device, newest={})
+    batch = BatchBuilder(block_size=16, num_groups=1, device=model.device).build(step, {})
     positions = arguments.pop("positions", batch.positions)
     token_ids = None if "inputs_embeds" in arguments else batch.token_ids
     return model.logits(model.forward(token_ids, positions, batch.metas, **arguments)).clone()
@@ -97,7 +97,7 @@ def test_each_group_of_layers_reads_its_own_block_tables(
         for start, stop, table in ((0, 20, first), (20, len(ids), then)):
             scheduled = ScheduledSequence(0, ids[start:stop], start, ([4, 9, 2], table))
             step = SchedulerOutput(0, (scheduled,))
-            batch = build_batch(step, block_size=16, num_groups=2, device=model.device, newest={})
+            batch = BatchBuilder(block_size=16, num_groups=2, device=model.device).build(step, {})
             last = model.logits(model.forward(batch.token_ids, batch.positions, batch.metas)).clone()
         return last
 

@@ -1,0 +1,174 @@
+"""RecordedForward: a decoder's forward pass, recorded once and run again for every step's numbers."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from batchgen.kernels.kv import AttentionMeta
+from batchgen.kernels.program import Program, StepSizes
+
+if TYPE_CHECKING:
+    from batchgen.models.decoder import Decoder
+
+log = logging.getLogger("batchgen.models")
+
+# Recordings are made for as many of everything as a power of two, from this one on.
+_FEWEST = 16
+# Of torch, what a recorded pass may call: it takes memory or looks at memory in another way.
+_HARMLESS = {
+    "empty", "view", "_unsafe_view", "slice", "select", "as_strided", "split", "split_with_sizes", "unbind",
+    "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "detach", "alias",
+}  # fmt: skip
+
+
+class RecordedForward:
+    """The forward pass of one decoder.
+
+    Where it cannot be recorded (the kernels cannot; ranks exchange results; an adapter computes with torch)
+    every step runs `Decoder.forward`. The results are the same to the bit.
+    """
+
+    def __init__(self, model: "Decoder"):
+        self._model = model
+        self._recording: _Recording | None = None
+        self._is_possible = True
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recording is there."""
+        return self._recording is not None
+
+    def forget(self) -> None:
+        """Let go of the recording: what it was made of is about to change, or its memory is wanted."""
+        self._recording = None
+        self._is_possible = True
+
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metas: Sequence[AttentionMeta], rows: Tensor
+    ) -> Tensor:
+        """Final hidden states of some tokens: see `Decoder.forward`."""
+        sizes = StepSizes(token_ids.shape[0], rows.shape[0], *metas[0].block_tables.shape)
+        if self._is_possible and positions.dim() == 1 and min(sizes.in_order()) > 0:
+            if self._recording is None or not self._recording.holds(sizes):
+                self._recording = self._record(sizes, len(metas))
+            if self._recording is not None:
+                return self._recording.run(token_ids, positions, metas, rows, sizes)
+        return self._model.forward(token_ids, positions, metas, rows=rows)
+
+    def _record(self, wanted: StepSizes, num_groups: int) -> "_Recording | None":
+        before = self._recording
+        # The old one's memory is free for the new one.
+        self._recording = None
+        try:
+            found = _Recording.make(self._model, _capacity(wanted, before), num_groups)
+        except NotRecordable as reason:
+            log.info("the forward pass runs operation by operation: %s", reason)
+            found = None
+        self._is_possible = found is not None
+        return found
+
+
+class NotRecordable(Exception):
+    """The pass does something that is no kernel operation; the message says what."""
+
+
+@dataclass(slots=True)
+class _Recording:
+    """A program, the tensors that it reads a step's numbers from, and that with its result."""
+
+    program: Program
+    most: StepSizes
+    token_ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    metas: list[AttentionMeta]
+    hidden: Tensor
+
+    @staticmethod
+    def make(model: "Decoder", most: StepSizes, num_groups: int) -> "_Recording | None":
+        """Record a pass over placeholders that are as large as any step may be."""
+        if model.parallel.size > 1:
+            raise NotRecordable(f"{model.parallel.size} ranks exchange results within it")
+
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=model.device)
+
+        token_ids, positions, rows = (
+            numbers(size, dtype=torch.int64) for size in (most.tokens, most.tokens, most.rows)
+        )
+        starts, lens = numbers(most.sequences + 1), numbers(most.sequences)
+        metas = [
+            AttentionMeta(
+                query_start_loc=starts,
+                seq_lens=lens,
+                block_tables=numbers(most.sequences, most.table_width),
+                slot_mapping=numbers(most.tokens),
+                max_query_len=most.tokens,
+                max_seq_len=most.table_width * model.kv_layout.spec.block_size,
+            )
+            for _ in range(num_groups)
+        ]
+        found: list[Tensor] = []
+
+        def build() -> None:
+            with _KernelsOnly():  # type: ignore[no-untyped-call]
+                found.append(model.forward(token_ids, positions, metas, rows=rows))
+
+        program = model.kernels.record(build, most)
+        if program is None:
+            return None
+        return _Recording(program, most, token_ids, positions, rows, metas, found[0])
+
+    def holds(self, sizes: StepSizes) -> bool:
+        """Whether a step of these sizes can run."""
+        return all(size <= most for size, most in zip(sizes.in_order(), self.most.in_order(), strict=True))
+
+    def run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metas: Sequence[AttentionMeta],
+        rows: Tensor,
+        sizes: StepSizes,
+    ) -> Tensor:
+        """Copy a step's numbers in and run."""
+        self.token_ids[: sizes.tokens].copy_(token_ids)
+        self.positions[: sizes.tokens].copy_(positions)
+        self.rows[: sizes.rows].copy_(rows)
+        for own, given in zip(self.metas, metas, strict=True):
+            own.slot_mapping[: sizes.tokens].copy_(given.slot_mapping)
+            # Rows of the tables lie one after the other in a step, however wide they are.
+            entries = own.block_tables.view(-1)[: sizes.sequences * sizes.table_width]
+            entries.copy_(given.block_tables.view(-1))
+        self.metas[0].query_start_loc[: sizes.sequences + 1].copy_(metas[0].query_start_loc)
+        self.metas[0].seq_lens[: sizes.sequences].copy_(metas[0].seq_lens)
+        self.program.run(sizes)
+        return self.hidden[: sizes.rows]
+
+
+def _capacity(wanted: StepSizes, before: _Recording | None) -> StepSizes:
+    """Sizes to record with: powers of two, no smaller than before, and no two alike."""
+    least = (0, 0, 0, 0) if before is None else before.most.in_order()
+    most = (
+        max(_FEWEST, 1 << (max(want, had - place) - 1).bit_length()) + place
+        for place, (want, had) in enumerate(zip(wanted.in_order(), least, strict=True))
+    )
+    return StepSizes(*most)
+
+
+class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations of torch that compute: a program would leave them out."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket.__name__ not in _HARMLESS:
+            raise NotRecordable(f"{func} is called within it")
+        return func(*args, **(kwargs or {}))
