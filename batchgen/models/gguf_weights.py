@@ -1,6 +1,7 @@
 """GGUFSource: the tensors of a GGUF file, dequantized one by one, under Hugging Face's names."""
 
 import re
+import warnings
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from batchgen.errors import UnsupportedModelError, WeightsError
+from batchgen.kernels.cpu.dequantize import dequantize as kernel_dequantize
 from batchgen.models.gguf_file import GGUFFile, GGUFTensor
 from batchgen.models.model_config import ModelConfig
 
@@ -90,11 +92,21 @@ class GGUFSource:
         num_rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
         row_bytes = row_len // block_len * block_bytes
         raw = np.frombuffer(self._file.raw(tensor, num_rows * row_bytes), dtype=np.uint8)
-        values = dequantize(raw.reshape(num_rows, row_bytes), kind)
+        values = _by_kernel(kind, raw, num_rows * row_len)
+        if values is None:
+            values = dequantize(raw.reshape(num_rows, row_bytes), kind)
         values = values if values.flags.writeable else values.copy()
         # What has been read is not read again; it need not stay in this process's memory.
         self._file.forget()
         return values.reshape(tensor.shape)
+
+
+def _by_kernel(kind: GGMLQuantizationType, raw: np.ndarray, num_values: int) -> np.ndarray | None:
+    with warnings.catch_warnings():
+        # Mapped memory cannot be written to, and is not.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        values = kernel_dequantize(int(kind), torch.from_numpy(raw), num_values)
+    return None if values is None else values.numpy()
 
 
 def hf_name(name: str) -> str:

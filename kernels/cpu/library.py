@@ -25,6 +25,7 @@ _SIGNATURES: dict[str, str] = {
     "bg_sample": "pnnnpppppppi:n",
     "bg_score_tokens": "pnnnpnpnppppi:n",
     "bg_penalise": "pnnpnppppppi:n",
+    "bg_dequantize": "nppni:n",
 }
 _TYPES = {"p": _POINTER, "n": _SIZE, "i": _INT, "f": _FLOAT}
 
@@ -57,6 +58,7 @@ class Library:
         self.sample = function("bg_sample")
         self.score_tokens = function("bg_score_tokens")
         self.penalise = function("bg_penalise")
+        self.dequantize = function("bg_dequantize")
 
 
 def _kinds(loaded: ctypes.CDLL) -> dict[str, int]:
