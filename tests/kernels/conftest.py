@@ -18,6 +18,14 @@ BASE_FLAGS = tuple(flag for flag in build.FLAGS if flag != "-march=native")
 OTHER_BUILDS = {"cpu-avx2": (("-mavx2", "-mfma"), {"avx2", "fma"}), "cpu-generic": ((), set())}
 
 
+# As above, for the layers on integers alone, which have a path for each. Quick to compile, not to run.
+INT8_BUILDS = {
+    "cpu-avx512": (("-march=x86-64-v4", "-O1"), {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+    "cpu-avx-vnni": (("-march=x86-64-v3", "-mavxvnni", "-O1"), {"avx2", "fma", "avx_vnni"}),
+    **OTHER_BUILDS,
+}
+
+
 def _features() -> set[str]:
     return set(re.split(r"[\s=;]+", build.cpu_features()))
 
@@ -29,19 +37,24 @@ def _available() -> list[str]:
     return names
 
 
-def _other_build(name: str, folder: Path) -> cpu.CpuBackend:
-    backend = cpu.CpuBackend()
-    backend.__dict__["library"] = Library(build.library_path(folder, (*BASE_FLAGS, *OTHER_BUILDS[name][0])))
-    return backend
+def _register_build(name: str, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
+    if name not in BACKENDS:
+        folder: Path = tmp_path_factory.getbasetemp() / "kernels"
+        backend = cpu.CpuBackend()
+        backend.__dict__["library"] = Library(build.library_path(folder, (*BASE_FLAGS, *flags)))
+        BACKENDS.register(name)(backend)
+
+
+def _all_of(backend: str) -> Kernels:
+    return Kernels({op: Choice(backend, "under test") for op in OPERATIONS}, dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="session", params=_available())
 def backend(request, tmp_path_factory):
     """Name of a backend that runs here; builds for other instruction sets are registered while tests run."""
     name = request.param
-    if name in OTHER_BUILDS and name not in BACKENDS:
-        folder = tmp_path_factory.getbasetemp() / "kernels"
-        BACKENDS.register(name)(_other_build(name, folder))
+    if name in OTHER_BUILDS:
+        _register_build(name, OTHER_BUILDS[name][0], tmp_path_factory)
     return name
 
 
@@ -51,9 +64,7 @@ def make_kernels(backend):
 
     def make(head_dim: int = 64, block_size: int = 16) -> Kernels:
         if backend in OTHER_BUILDS:
-            return Kernels(
-                {op: Choice(backend, "under test") for op in OPERATIONS}, dtype="float32", device="cpu"
-            )
+            return _all_of(backend)
         return choose("cpu", "float32", backend=backend, head_dim=head_dim, block_size=block_size)
 
     return make
@@ -65,6 +76,39 @@ def make_invariant_kernels(make_kernels, backend):
     if backend == "reference":
         pytest.skip("the reference promises no bits")
     return make_kernels
+
+
+def _int8_paths() -> list[str]:
+    """ "amx" and "vectors" are two paths of the machine's own build; the rest are builds."""
+    names = [name for name in _available() if name == "cpu"]
+    if not names:
+        return []
+    found = ["vectors"]
+    if BACKENDS.get("cpu").library.int8_use_amx(1):
+        found.append("amx")
+    if platform.machine() == "x86_64":
+        found += [name for name, (_, needs) in INT8_BUILDS.items() if needs <= _features()]
+    return found
+
+
+@pytest.fixture(scope="session", params=_int8_paths())
+def int8_path(request, tmp_path_factory):
+    """Name of a way to multiply integers that runs here."""
+    if request.param in INT8_BUILDS:
+        _register_build(request.param, INT8_BUILDS[request.param][0], tmp_path_factory)
+    return request.param
+
+
+@pytest.fixture
+def int8_kernels(int8_path):
+    """Kernels of that path."""
+    if int8_path in INT8_BUILDS:
+        yield _all_of(int8_path)
+        return
+    use_amx = BACKENDS.get("cpu").library.int8_use_amx
+    assert bool(use_amx(int8_path == "amx")) == (int8_path == "amx")
+    yield _all_of("cpu")
+    use_amx(1)
 
 
 def _on_threads(count: int):
