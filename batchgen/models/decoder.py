@@ -60,7 +60,7 @@ class Decoder:
         self.head = LMHead("lm_head", method, self.parallel, c.hidden_size, (c.vocab_size,))
         self.embedding = Embedding(
             "model.embed_tokens", c.vocab_size, c.hidden_size, self.parallel, kernels, self.dtype, device,
-            head=self.head if c.tie_embeddings and method.has_rows else None,
+            head=self.head if c.tie_embeddings else None,
         )  # fmt: skip
         self._targets["model.embed_tokens"] = (self.embedding, 0)
         if self.embedding.head is None:
@@ -85,7 +85,7 @@ class Decoder:
         self.kv_layout: KVLayout = kv_layout(specs, max_len)
         for layer, group in zip(self.layers, self.kv_layout.groups, strict=True):
             layer.group = group
-        self.recorded = RecordedForward(self)
+        self.recorded = RecordedForward()
 
     def weight_targets(self) -> dict[str, tuple[WeightTarget, int]]:
         """Module name in a Hugging Face checkpoint -> what takes its tensors, and as which fused part."""
@@ -174,7 +174,7 @@ class Decoder:
         self, token_ids: Tensor, positions: Tensor, metas: Sequence[AttentionMeta], rows: Tensor
     ) -> Tensor:
         """The same as `forward`, from a recording of it where the kernels can make one."""
-        return self.recorded.run(token_ids, positions, metas, rows)
+        return self.recorded.run(self, token_ids, positions, metas, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of final hidden states: [R, E] -> [R, V] in the activations' dtype."""

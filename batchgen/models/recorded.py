@@ -28,14 +28,13 @@ _HARMLESS = {
 
 
 class RecordedForward:
-    """The forward pass of one decoder.
+    """The forward pass of one decoder, which owns this object and hands itself over at every call.
 
     Where it cannot be recorded (the kernels cannot; ranks exchange results; an adapter computes with torch)
     every step runs `Decoder.forward`. The results are the same to the bit.
     """
 
-    def __init__(self, model: "Decoder"):
-        self._model = model
+    def __init__(self) -> None:
         self._recording: _Recording | None = None
         self._is_possible = True
 
@@ -50,23 +49,28 @@ class RecordedForward:
         self._is_possible = True
 
     def run(
-        self, token_ids: Tensor, positions: Tensor, metas: Sequence[AttentionMeta], rows: Tensor
+        self,
+        model: "Decoder",
+        token_ids: Tensor,
+        positions: Tensor,
+        metas: Sequence[AttentionMeta],
+        rows: Tensor,
     ) -> Tensor:
         """Final hidden states of some tokens: see `Decoder.forward`."""
         sizes = StepSizes(token_ids.shape[0], rows.shape[0], *metas[0].block_tables.shape)
         if self._is_possible and positions.dim() == 1 and min(sizes.in_order()) > 0:
             if self._recording is None or not self._recording.holds(sizes):
-                self._recording = self._record(sizes, len(metas))
+                self._recording = self._record(model, sizes, len(metas))
             if self._recording is not None:
                 return self._recording.run(token_ids, positions, metas, rows, sizes)
-        return self._model.forward(token_ids, positions, metas, rows=rows)
+        return model.forward(token_ids, positions, metas, rows=rows)
 
-    def _record(self, wanted: StepSizes, num_groups: int) -> "_Recording | None":
+    def _record(self, model: "Decoder", wanted: StepSizes, num_groups: int) -> "_Recording | None":
         before = self._recording
         # The old one's memory is free for the new one.
         self._recording = None
         try:
-            found = _Recording.make(self._model, _capacity(wanted, before), num_groups)
+            found = _Recording.make(model, _capacity(wanted, before), num_groups)
         except NotRecordable as reason:
             log.info("the forward pass runs operation by operation: %s", reason)
             found = None
