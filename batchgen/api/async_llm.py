@@ -42,7 +42,7 @@ class AsyncLLM(WithoutForeignMethods):
     _not_offered = ASYNC_METHODS
 
     def __init__(self, model: str, *, in_process: bool = False, **engine_args: Any):
-        self._caller = Caller("AsyncLLM", model, engine_args)
+        self._caller = Caller("AsyncLLM", model, engine_args, begins=not in_process)
         client = self._caller.start(in_process)
         self._info = client.info
         self._thread = EngineThread(client, StatsLog(self.config.model.disable_log_stats))

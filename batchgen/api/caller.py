@@ -12,7 +12,7 @@ from batchgen.config import EngineConfig
 from batchgen.engine.client import EngineClient
 from batchgen.engine.core_request import BadWords
 from batchgen.engine.messages import EngineInfo, EngineRequest, pack_ids
-from batchgen.engine.start import start_engine
+from batchgen.engine.start import begin_engine, start_engine
 from batchgen.errors import ConfigError, InputError
 from batchgen.field_rules import is_whole, plain
 from batchgen.models.location import resolve_model
@@ -37,24 +37,35 @@ class Caller:
         name: of the class whose arguments they are, for messages.
         model: as `LLM` takes it.
         engine_args: the engine arguments of `batchgen.config`.
+        begins: begin with the engine's process before the tokenizer is loaded; `start` must follow.
 
     Raises:
         ConfigError, ModelError: an argument is wrong, or the tokenizer cannot be loaded.
     """
 
-    def __init__(self, name: str, model: str, engine_args: Mapping[str, Any]):
+    def __init__(self, name: str, model: str, engine_args: Mapping[str, Any], *, begins: bool = False):
         self.config = EngineConfig.from_engine_args(name, model=str(model), **engine_args)
         settings = self.config.model
         self._is_echo = settings.model.startswith("echo:")
-        self.tokenizer: Tokenizer | ByteTokenizer = (
-            ByteTokenizer() if self._is_echo else tokenizer_of(settings)
-        )
+        self._begun = begin_engine(self.config) if begins else None
+        try:
+            self.tokenizer: Tokenizer | ByteTokenizer = (
+                ByteTokenizer() if self._is_echo else tokenizer_of(settings)
+            )
+        except BaseException:
+            if self._begun is not None:
+                self._begun.kill()
+            raise
         self._bad_words = BadWords(self.tokenizer)
         self._numbers = count()
 
     def start(self, in_process: bool, on_loading: Callable[[str], None] | None = None) -> EngineClient:
         """Start the engine; see `start_engine`."""
-        return start_engine(self.config, self.tokenizer, in_process=in_process, on_loading=on_loading)
+        begun = {} if self._begun is None else {"begun": self._begun}
+        self._begun = None
+        return start_engine(
+            self.config, self.tokenizer, in_process=in_process, on_loading=on_loading, **begun
+        )
 
     @cached_property
     def default_params(self) -> SamplingParams:

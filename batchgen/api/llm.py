@@ -38,7 +38,7 @@ class LLM(WithoutForeignMethods):
     """
 
     def __init__(self, model: str, *, in_process: bool = False, **engine_args: Any):
-        self._caller = Caller("LLM", model, engine_args)
+        self._caller = Caller("LLM", model, engine_args, begins=not in_process)
         self._engine = self._caller.start(in_process)
         self._runner = BatchRunner(self._engine, StatsLog(self.config.model.disable_log_stats))
 

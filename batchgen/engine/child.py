@@ -1,7 +1,8 @@
 """`python -m batchgen.engine.child`: one EngineCore in a process of its own, talking over stdin and stdout.
 
-The first packet it reads is a Hello. Logs and stray prints go to stderr. It ends when told to, when its stdin
-ends, and within a second of its parent's death whatever it is doing.
+The first packet it reads is a Hello; a module named on the command line is imported before. Logs and stray
+prints go to stderr. It ends when told to, when its stdin ends, and within a second of its parent's death
+whatever it is doing.
 """
 
 import ctypes
@@ -15,7 +16,9 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from batchgen.config import EngineConfig
@@ -52,6 +55,9 @@ def main() -> int:
     inbox, outbox = _claim_pipes()
     _ignore_signals()
     faulthandler.enable()
+    for module in sys.argv[1:]:
+        with suppress(Exception):  # whoever needs it imports it again, and says what is wrong
+            import_module(module)
     content = wire.read(inbox)
     if content is None:
         return 1

@@ -33,6 +33,7 @@ class ChildClient:
         executor: "module:function" from EngineConfig to Executor, imported in the child. Tests put in one
             without a model.
         on_loading: called with what the child is about to do while it loads.
+        process: a child that nobody has greeted; else one is started here.
 
     Raises:
         BatchgenError: what the child raised while loading, of the same class.
@@ -48,6 +49,7 @@ class ChildClient:
         *,
         executor: str = DEFAULT_EXECUTOR,
         on_loading: Callable[[str], None] | None = None,
+        process: ChildProcess | None = None,
     ):
         hello = Hello(
             config=config,
@@ -65,8 +67,9 @@ class ChildClient:
         self._answers: dict[int, tuple[Any, tuple[str, str] | None]] = {}
         self._is_woken = False
         self._death: str | None = None
-        self._process = ChildProcess(hello)
+        self._process = process or ChildProcess()
         self._finalizer = weakref.finalize(self, self._process.kill)
+        self._process.greet(hello)
         try:
             self.info = self._wait_until_ready(on_loading)
             self._processor.know(self.info)

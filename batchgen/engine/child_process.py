@@ -33,18 +33,22 @@ class ChildProcess:
     Three threads serve it: one starts it, reads its packets and learns of its end; one writes, taking
     together what has gathered; one reads its stderr and passes log lines on to our own loggers. Queues in
     both directions are bounded: a caller that does not read stops the engine, not the memory.
+
+    Args:
+        module: what it imports while it waits for `greet`; None for nothing.
     """
 
-    def __init__(self, hello: Any):
+    def __init__(self, module: str | None = None):
         self.packets: queue.Queue[tuple[str, Any] | None] = queue.Queue(_QUEUE_SIZE)
         self.stderr_tail: deque[str] = deque(maxlen=_NUM_STDERR_LINES)
         self._outgoing: queue.Queue[tuple[str, Any] | None] = queue.Queue(_QUEUE_SIZE)
+        self._greeting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_closing = False
         self._ended = threading.Event()
         self._started = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._error: OSError | None = None
-        self._reader = self._spawn(self._run, hello)
+        self._reader = self._spawn(self._run, module)
         self._started.wait()
         if self._error is not None:
             raise self._error
@@ -59,6 +63,10 @@ class ChildProcess:
     def has_ended(self) -> bool:
         """Whether the process is gone."""
         return self._ended.is_set()
+
+    def greet(self, hello: Any) -> None:
+        """Say what it is to be, once; before that it takes no commands."""
+        self._greeting.put(hello)
 
     def send(self, command: str, argument: Any = None) -> None:
         """Queue a command; waits only while the child does not read. Lost without a word once it is gone."""
@@ -96,14 +104,14 @@ class ChildProcess:
         tail = "\n".join(f"  {line}" for line in self.stderr_tail)
         return f"{how}; the last lines of its stderr:\n{tail}" if tail else f"{how}; its stderr is empty"
 
-    def _run(self, hello: Any) -> None:
+    def _run(self, module: str | None) -> None:
         # This thread must be the one that starts the process: the kernel's "die with your parent" means the
         # thread, and this one lives as long as the child. Blocked signals are inherited, so an interrupt of
         # the whole process group cannot hit the child before it has said that it ignores them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process = process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "batchgen.engine.child"],
+                [sys.executable, "-P", "-m", "batchgen.engine.child", *([module] if module else [])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -116,13 +124,14 @@ class ChildProcess:
             self._started.set()
         with process:
             stderr_reader = self._spawn(self._read_stderr)
-            writer = self._spawn(self._write, hello)
+            writer = self._spawn(self._write)
             try:
                 self._read_packets()
             finally:
                 self._bury(process)
                 stderr_reader.join(_EXIT_S)
                 self._ended.set()
+                self._greeting.put(None)
                 with suppress(queue.Full):  # full: it is not waiting for more, but in a write that fails now
                     self._outgoing.put_nowait(None)
                 writer.join(_EXIT_S)
@@ -149,9 +158,12 @@ class ChildProcess:
             except queue.Full:
                 continue
 
-    def _write(self, hello: Any) -> None:
+    def _write(self) -> None:
         assert self._process is not None and self._process.stdin is not None
         pipe = self._process.stdin.fileno()
+        hello = self._greeting.get()
+        if hello is None:
+            return
         try:
             wire.write(pipe, wire.encode(hello))
             while (command := self._outgoing.get()) is not None:
