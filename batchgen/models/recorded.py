@@ -169,6 +169,11 @@ def _capacity(wanted: StepSizes, before: _Recording | None) -> StepSizes:
 class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations of torch that compute: a program would leave them out."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # To skip its compiler torch would import it, for two seconds or more; nobody compiles here.
+        return False
+
     @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
