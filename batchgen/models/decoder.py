@@ -18,6 +18,7 @@ from batchgen.models.model_config import ModelConfig
 from batchgen.models.recorded import RecordedForward
 from batchgen.models.workspace import Activations, InputRoom, Workspace
 from batchgen.quantization.base import LinearMethod
+from batchgen.quantization.rotation import Rotation
 
 
 class Decoder:
@@ -36,6 +37,7 @@ class Decoder:
         block_size: of the cache.
         parallel: this rank's place.
         rope_divisors: see `RotaryEmbedding`.
+        rotation: of the residual stream, as the weights will be loaded.
     """
 
     def __init__(
@@ -50,20 +52,24 @@ class Decoder:
         block_size: int,
         parallel: ParallelContext | None = None,
         rope_divisors: Tensor | None = None,
+        rotation: Rotation | None = None,
     ):
         self.config, self.kernels, self.method, self.device = config, kernels, method, device
+        self.rotation = rotation
         self.dtype = method.dtype
         self.parallel = parallel or ParallelContext()
         self._targets: dict[str, tuple[WeightTarget, int]] = {}
         self._scale = config.head_dim**-0.5
         c = config
+        # Folding the last norm into the head alone makes the two different.
+        shares_table = c.tie_embeddings and method.has_rows and rotation is None
         self.head = LMHead("lm_head", method, self.parallel, c.hidden_size, (c.vocab_size,))
         self.embedding = Embedding(
             "model.embed_tokens", c.vocab_size, c.hidden_size, self.parallel, kernels, self.dtype, device,
-            head=self.head if c.tie_embeddings else None,
+            head=self.head if shares_table else None,
         )  # fmt: skip
         self._targets["model.embed_tokens"] = (self.embedding, 0)
-        if self.embedding.head is None:
+        if not shares_table:
             self._targets["lm_head"] = (self.head, 0)
         self._rotary = (
             RotaryEmbedding(c.rope, max_len, kernels, device, rope_divisors) if any(c.uses_rope) else None
@@ -148,7 +154,8 @@ class Decoder:
         work = self._workspace.activations(positions.shape[-1])
         residual = work.residual
         if inputs_embeds is not None:
-            residual.copy_(inputs_embeds)
+            turned = inputs_embeds if self.rotation is None else self.rotation.inputs(inputs_embeds)
+            residual.copy_(turned)
         else:
             assert token_ids is not None
             self.embedding(token_ids, residual)

@@ -26,6 +26,8 @@ class Family:
         defaults: values of config.json keys that the family's configuration class leaves out of the file.
         gguf: the family's names in `general.architecture` of GGUF files.
         gguf_rope_is_interleaved: whether those files hold query and key rows permuted for pairwise rotation.
+        has_foldable_norms: whether every norm of the residual stream stands right before linear layers, so
+            that its weights can go into them and the stream can be rotated (quantization/rotation.py).
     """
 
     name: str
@@ -38,6 +40,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     gguf: tuple[str, ...] = ()
     gguf_rope_is_interleaved: bool = False
+    has_foldable_norms: bool = True
 
 
 # By architecture, as `architectures` in config.json names it.

@@ -1,9 +1,9 @@
 """LinearMethod: what a linear layer asks of a way to store and multiply weights; and the registry of ways."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,10 +11,6 @@ from torch import Tensor
 from batchgen.errors import UnsupportedModelError
 from batchgen.kernels.ops import Activation, Kernels
 from batchgen.registry import Registry
-
-
-# Rewrites a tensor on its way into the model: (name, tensor, read another tensor by name) -> tensor.
-Transform = Callable[[str, Tensor, Callable[[str], Tensor]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +28,11 @@ class LinearShape:
     in_features: int
     part_sizes: tuple[int, ...]
     has_bias: bool
+
+    @property
+    def kind(self) -> str:
+        """The last word of its name: qkv_proj, o_proj, gate_up_proj, down_proj or lm_head."""
+        return self.name.rpartition(".")[2]
 
     @property
     def out_features(self) -> int:
@@ -63,7 +64,17 @@ class LinearMethod(ABC):
         kernels: the operations of the model.
         dtype: of the activations.
         device: where weights live.
+
+    Attributes:
+        at_load: whether it rounds the float weights of any checkpoint itself, rather than reading a
+            checkpoint of its own form.
+        has_rows: whether `rows` is built, so that a tied embedding needs no table of its own.
+        wants_rotation: whether a rotated residual stream makes its results better.
     """
+
+    at_load: ClassVar[bool] = False
+    has_rows: ClassVar[bool] = False
+    wants_rotation: ClassVar[bool] = False
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device):
         self.kernels, self.dtype, self.device = kernels, dtype, device
@@ -102,29 +113,39 @@ class LinearMethod(ABC):
 
     def rows(self, weights: Any, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows of the weight as floats: ids [T] int64 -> [T, K]; for an embedding tied to a head."""
-        raise UnsupportedModelError(f"{type(self).__name__} cannot serve an embedding tied to the head")
-
-    def transforms(self) -> Sequence[Transform]:
-        """Rewrites of neighbouring weights that the method wants before it takes them, such as a rotation."""
-        return ()
+        raise NotImplementedError(type(self).__name__)
 
 
-# By the checkpoint's own `quant_method`; "none" is float weights.
+# By the checkpoint's own `quant_method` or, if `at_load`, by the setting `quantization`; "none" is float
+# weights.
 METHODS: Registry[type[LinearMethod]] = Registry("quantization method", "batchgen.quantization")
 
 
 def method_for(
-    quantization: Mapping[str, Any] | None, name: str
-) -> Callable[[Kernels, torch.dtype, torch.device], LinearMethod]:
-    """The method of a checkpoint, by its config's `quantization_config` (None: float weights).
+    quantization: Mapping[str, Any] | None, name: str, wanted: str | None = None
+) -> type[LinearMethod]:
+    """The method for a checkpoint.
+
+    Args:
+        quantization: its config's `quantization_config`, None for float weights.
+        name: of the checkpoint, for messages.
+        wanted: the setting `quantization`, decided.
 
     Raises:
-        UnsupportedModelError: a scheme that is not built, by name.
+        UnsupportedModelError: a scheme that is not built, by name, or one on top of another.
     """
     quant_method = "none" if quantization is None else quantization.get("quant_method")
-    if quant_method is None or quant_method not in METHODS:
+    readable = [method for method in METHODS if not METHODS.get(method).at_load]
+    if quant_method not in readable:
         raise UnsupportedModelError(
             f"{name}: the checkpoint is quantized ({quant_method or 'without a quant_method'!r}), which is "
-            f"not built (built: {', '.join(METHODS)}); take the unquantized model or a GGUF file"
+            f"not built (built: {', '.join(readable)}); take the unquantized model or a GGUF file"
         )
-    return METHODS.get(quant_method)
+    if wanted is None:
+        return METHODS.get(quant_method)
+    if quantization is not None:
+        raise UnsupportedModelError(
+            f"{name}: quantization: {wanted} rounds float weights, but the checkpoint is quantized already "
+            f"({quant_method!r}); leave quantization out"
+        )
+    return METHODS.get(wanted)

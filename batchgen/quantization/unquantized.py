@@ -7,16 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from batchgen.errors import WeightsError
 from batchgen.kernels.ops import Activation, PackedLinear, Quantized
-from batchgen.quantization.base import (
-    METHODS,
-    LinearMethod,
-    LinearShape,
-    ParameterLayout,
-)
-
-_WEIGHT, _BIAS = ParameterLayout(output_dim=0, input_dim=1), ParameterLayout(output_dim=0, input_dim=None)
+from batchgen.quantization.base import METHODS, LinearMethod, LinearShape, ParameterLayout
+from batchgen.quantization.float_tensors import check_float_tensor, float_layouts
 
 
 @dataclass(slots=True)
@@ -32,9 +25,11 @@ class FloatWeights:
 class Unquantized(LinearMethod):
     """Weights in the dtype of the activations, packed as the kernel wants them."""
 
+    has_rows = True
+
     @override
     def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:
-        return {"weight": _WEIGHT, "bias": _BIAS} if shape.has_bias else {"weight": _WEIGHT}
+        return float_layouts(shape)
 
     @override
     def create_weights(self, shape: LinearShape) -> FloatWeights:
@@ -45,19 +40,8 @@ class Unquantized(LinearMethod):
     def load(
         self, weights: FloatWeights, shape: LinearShape, part: int, parameter: str, tensor: Tensor
     ) -> None:
-        rows = shape.part_sizes[part]
-        expected = (rows,) if parameter == "bias" else (rows, shape.in_features)
-        if tensor.shape != expected:
-            raise WeightsError(
-                f"{shape.name}, part {part}: {parameter} has shape {list(tensor.shape)}, "
-                f"the model needs {list(expected)}"
-            )
-        if not tensor.is_floating_point():
-            raise WeightsError(
-                f"{shape.name}, part {part}: {parameter} is stored as {tensor.dtype}; a quantized checkpoint "
-                f"must say so in its config.json (quantization_config)"
-            )
-        whole = (shape.out_features, *expected[1:])
+        check_float_tensor(shape, part, parameter, tensor)
+        whole = (shape.out_features, *tensor.shape[1:])
         if len(shape.part_sizes) == 1 and tensor.dtype == self.dtype and tensor.device == self.device:
             filled = tensor
         else:

@@ -65,16 +65,11 @@ def decide_device(config: EngineConfig, decisions: Decisions) -> torch.device:
 def decide_dtype(given: str, shape: ModelConfig, device: torch.device, decisions: Decisions) -> str:
     """The dtype of activations, by name."""
     if device.type == "cpu":
-        reason = "the fastest float type on a CPU without matrix units"
+        reason = "the float type that has kernels of its own on a CPU"
         return str(decisions.decide("dtype", given, "float32", reason))
     stored = shape.dtype if shape.dtype in ("float16", "bfloat16") else "bfloat16"
     reason = "as stored" if stored == shape.dtype else "half of float32's memory"
     return str(decisions.decide("dtype", given, stored, reason))
-
-
-def decide_kv_dtype(given: str, dtype: str, decisions: Decisions) -> str:
-    """The dtype of the KV cache, by name."""
-    return str(decisions.decide("kv_cache_dtype", given, dtype, "as the activations"))
 
 
 def decide_limits(

@@ -86,7 +86,9 @@ def hand_back_memory() -> None:
             trim(0)
 
 
-def environment(device: torch.device, dtype: str, kv_dtype: str, backends: str) -> dict[str, str]:
+def environment(
+    device: torch.device, dtype: str, quantization: str | None, kv_dtype: str, backends: str
+) -> dict[str, str]:
     """What the bytes of a result may depend on, as text."""
     described = {
         "batchgen": __version__,
@@ -94,6 +96,7 @@ def environment(device: torch.device, dtype: str, kv_dtype: str, backends: str) 
         "python": platform.python_version(),
         "device": str(device),
         "dtype": dtype,
+        "quantization": quantization or "none",
         "kv_cache_dtype": kv_dtype,
         "kernels": backends,
         "threads": str(torch.get_num_threads()),

@@ -16,7 +16,6 @@ from batchgen.worker.decisions import (
     decide_device,
     decide_dtype,
     decide_kernels,
-    decide_kv_dtype,
     decide_limits,
     decide_swapping,
 )
@@ -27,6 +26,7 @@ from batchgen.worker.memory import plan_blocks, plan_host_blocks
 from batchgen.worker.model_files import ModelFiles
 from batchgen.worker.model_memory import ModelMemory
 from batchgen.worker.model_runner import ModelRunner
+from batchgen.worker.precision import decide_kv_dtype, decide_quantization
 from batchgen.worker.sampler_setup import make_sampler
 from batchgen.worker.thinking import find_marks
 
@@ -49,7 +49,8 @@ def load_executor(config: EngineConfig) -> Executor:
     dtype = decide_dtype(config.model.dtype, shape, device, decisions)
     limits = decide_limits(config, shape, device, decisions)
     swapping = decide_swapping(config, device, decisions)
-    kv_dtype = decide_kv_dtype(config.cache.kv_cache_dtype, dtype, decisions)
+    quantization = decide_quantization(config, shape, device, dtype, decisions)
+    kv_dtype = decide_kv_dtype(config.cache.kv_cache_dtype, dtype, quantization, decisions)
     kernels, reproducible = decide_kernels(config, shape, device, dtype, kv_dtype, decisions)
     # The tokenizer comes before the weights: it is quick and fails early.
     tokenizer = tokenizer_of(config.model)
@@ -58,13 +59,14 @@ def load_executor(config: EngineConfig) -> Executor:
     num_tokens = min(shape.vocab_size, tokenizer.vocab_size)
     marks = find_marks(tokenizer, num_tokens, config.model.reasoning_config)
     build = partial(
-        files.build, kernels, dtype=dtype, kv_dtype=kv_dtype, device=device,
+        files.build, kernels, dtype=dtype, quantization=quantization, kv_dtype=kv_dtype, device=device,
         max_len=limits.max_model_len, block_size=block_size,
     )  # fmt: skip
     model = build()
     blocks, block_bytes = _take_blocks(config, model, limits, swapping.space, decisions)
     resolved = config.with_values(
         dtype=dtype,
+        quantization=quantization,
         kv_cache_dtype=kv_dtype,
         device=device.type,
         max_model_len=limits.max_model_len,
@@ -87,7 +89,7 @@ def load_executor(config: EngineConfig) -> Executor:
         no_thinking=marks if isinstance(marks, str) else None,
         decisions=tuple(str(decision) for decision in decisions.made),
         resolved=resolved.to_engine_args(),
-        environment=environment(device, dtype, kv_dtype, _backends(kernels)),
+        environment=environment(device, dtype, quantization, kv_dtype, _backends(kernels)),
         reproducible=reproducible,
         continues=True,
     )

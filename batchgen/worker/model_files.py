@@ -15,8 +15,10 @@ from batchgen.models.gguf_file import GGUFFile
 from batchgen.models.gguf_weights import GGUFSource
 from batchgen.models.hf_config import config_from_hf
 from batchgen.models.location import ModelLocation, resolve_model
-from batchgen.models.weights import SafetensorsSource, WeightSource, load_weights
+from batchgen.models.weight_source import SafetensorsSource, WeightSource
+from batchgen.models.weights import load_weights
 from batchgen.quantization.base import method_for
+from batchgen.quantization.rotation import Rotation
 
 log = logging.getLogger("batchgen.worker")
 
@@ -47,12 +49,22 @@ class ModelFiles:
         kernels: Kernels,
         *,
         dtype: str,
+        quantization: str | None,
         kv_dtype: str,
         device: torch.device,
         max_len: int,
         block_size: int,
     ) -> Decoder:
-        """The model with its weights, read anew; arguments as those of Decoder.
+        """The model with its weights, read anew.
+
+        Args:
+            kernels: the operations.
+            dtype: of activations.
+            quantization: how float weights are rounded; None: not at all, or as the checkpoint says.
+            kv_dtype: of the cache.
+            device: of weights and activations.
+            max_len: positions that will be asked for.
+            block_size: of the cache.
 
         Raises:
             ModelError: weights that do not fit or cannot be read.
@@ -65,12 +77,14 @@ class ModelFiles:
             divisors = gguf_source.rope_divisors()
         else:
             source = SafetensorsSource(self.location.path)
-        method = method_for(self.shape.quantization, self.location.name)(kernels, torch_dtype(dtype), device)
+        method_class = method_for(self.shape.quantization, self.location.name, quantization)
+        rotates = method_class.wants_rotation and self.shape.family.has_foldable_norms
         model = Decoder(
-            self.shape, kernels, method, kv_dtype=kv_dtype, device=device, max_len=max_len,
-            block_size=block_size, rope_divisors=divisors,
+            self.shape, kernels, method_class(kernels, torch_dtype(dtype), device), kv_dtype=kv_dtype,
+            device=device, max_len=max_len, block_size=block_size, rope_divisors=divisors,
+            rotation=Rotation(self.shape.hidden_size) if rotates else None,
         )  # fmt: skip
-        load_weights(model, source, method.transforms())
+        load_weights(model, source)
         log.info("weights of %s loaded in %.1f s", self.location.name, time.perf_counter() - begin)
         return model
 

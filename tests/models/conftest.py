@@ -16,15 +16,24 @@ from batchgen.models.gguf_file import GGUFFile
 from batchgen.models.gguf_weights import GGUFSource
 from batchgen.models.hf_config import config_from_hf
 from batchgen.models.location import resolve_model
-from batchgen.models.weights import SafetensorsSource, load_weights
+from batchgen.models.weight_source import SafetensorsSource
+from batchgen.models.weights import load_weights
 from batchgen.quantization.base import method_for
+from batchgen.quantization.rotation import Rotation
 from batchgen.worker.input_batch import BatchBuilder
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 80
 
 
-def build_decoder(path: Path, *, backend: str = "reference", transforms: Sequence[Any] = ()) -> Decoder:
+def build_decoder(
+    path: Path,
+    *,
+    backend: str = "reference",
+    quantization: str | None = None,
+    rotates: bool = False,
+    kv_dtype: str = "float32",
+) -> Decoder:
     location = resolve_model(str(path))
     if location.kind == "gguf":
         file = GGUFFile(location.path)
@@ -33,19 +42,22 @@ def build_decoder(path: Path, *, backend: str = "reference", transforms: Sequenc
     else:
         config = config_from_hf(location.read_json("config.json") or {})
         source = SafetensorsSource(location.path)
-    kernels = choose("cpu", "float32", backend=backend, head_dim=config.head_dim, block_size=BLOCK_SIZE)
+    kernels = choose(
+        "cpu", "float32", backend=backend, head_dim=config.head_dim, block_size=BLOCK_SIZE, kv_dtype=kv_dtype
+    )
     device = torch.device("cpu")
     model = Decoder(
         config,
         kernels,
-        method_for(config.quantization, str(path))(kernels, torch_dtype("float32"), device),
-        kv_dtype="float32",
+        method_for(config.quantization, str(path), quantization)(kernels, torch_dtype("float32"), device),
+        kv_dtype=kv_dtype,
         device=device,
         max_len=config.max_len,
         block_size=BLOCK_SIZE,
         rope_divisors=source.rope_divisors() if location.kind == "gguf" else None,
+        rotation=Rotation(config.hidden_size) if rotates else None,
     )
-    load_weights(model, source, transforms)
+    load_weights(model, source)
     layout = model.kv_layout
     model.bind_kv([kernels.allocate_kv(layout.spec, NUM_BLOCKS, device) for _ in range(layout.num_places)])
     return model

@@ -1,4 +1,4 @@
-"""Loading checkpoints: what is refused and how it is named, shards, tied heads, transforms."""
+"""Loading checkpoints: what is refused and how it is named, shards, tied heads."""
 
 import json
 from collections.abc import Callable
@@ -143,35 +143,3 @@ class TestTiedHeads:
         model: Decoder = decoder(write_folder(original, tmp_path), backend=backend)
         rows = model.embedding(torch.tensor([0, 299, 7, 7]))
         assert torch.equal(rows, original.model.embed_tokens.weight[[0, 299, 7, 7]])
-
-
-def test_a_transform_may_rewrite_neighbouring_weights(tmp_path: Path, decoder: Any, run: Any) -> None:
-    # Permuting the neurons of the MLP changes three matrices and no logit.
-    order = torch.randperm(104, generator=torch.Generator().manual_seed(0))
-    seen = []
-
-    def permute(name: str, tensor: Tensor, read: Callable[[str], Tensor]) -> Tensor:
-        if name.endswith(("gate_proj.weight", "up_proj.weight")):
-            seen.append(name)
-            return tensor[order]
-        return tensor[:, order] if name.endswith("down_proj.weight") else tensor
-
-    def fold_norm(name: str, tensor: Tensor, read: Callable[[str], Tensor]) -> Tensor:
-        # A norm's weight moves into the matrices behind it; the transform reads its neighbour.
-        if name.endswith("post_attention_layernorm.weight"):
-            return torch.ones_like(tensor)
-        if name.endswith(("gate_proj.weight", "up_proj.weight")):
-            place = name.partition(".mlp.")[0]
-            return tensor * read(f"{place}.post_attention_layernorm.weight")
-        return tensor
-
-    folder = write_folder(tiny_model(), tmp_path)
-    plan = [[len(PROMPT)]]
-    plain = run(decoder(folder), [PROMPT], plan)[0]
-    rewritten = run(decoder(folder, transforms=[permute, fold_norm]), [PROMPT], plan)[0]
-    assert len(seen) == 4
-    torch.testing.assert_close(rewritten, plain, atol=1e-4, rtol=1e-4)
-    half = run(decoder(folder, transforms=[fold_norm]), [PROMPT], plan)[0]
-    assert torch.allclose(half, plain, atol=1e-4)
-    only_up = [lambda name, t, read: t[order] if name.endswith("up_proj.weight") else t]
-    assert not torch.allclose(run(decoder(folder, transforms=only_up), [PROMPT], plan)[0], plain, atol=1e-2)

@@ -1,0 +1,98 @@
+"""Weights of any float checkpoint rounded to 8 bits as they are loaded, multiplied by rounded activations.
+
+Each output's weights share a scale, and so does each token's input: the sums between are sums of integers,
+which are exact in any order. What the scheme loses, and why these inputs have these many bits, stands in
+docs/decisions/0003-int8.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from batchgen.kernels.ops import Activation, PackedLinear, Quantized
+from batchgen.quantization.base import METHODS, LinearMethod, LinearShape, ParameterLayout
+from batchgen.quantization.float_tensors import check_float_tensor, float_layouts
+
+# A gated product has outliers that no rotation of the residual stream reaches.
+_INPUT_BITS = {"down_proj": 16}
+_DEFAULT_INPUT_BITS = 8
+# Rows rounded at a time, so that a large table is never in memory twice as floats.
+_SLAB_ROWS = 4096
+
+
+@dataclass(slots=True)
+class IntegerWeights:
+    """values int8 [N, K], scale [N] and bias [N] while loading; `packed` from then on."""
+
+    input_bits: int
+    values: Tensor | None = None
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+    packed: PackedLinear | None = None
+
+
+@METHODS.register("int8")
+class Int8(LinearMethod):
+    """Weights of 8 bits, activations of 8 or 16."""
+
+    at_load = True
+    wants_rotation = True
+
+    @override
+    def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:
+        return float_layouts(shape)
+
+    @override
+    def input_bits(self, shape: LinearShape) -> int:
+        return _INPUT_BITS.get(shape.kind, _DEFAULT_INPUT_BITS)
+
+    @override
+    def create_weights(self, shape: LinearShape) -> IntegerWeights:
+        return IntegerWeights(self.input_bits(shape))
+
+    @override
+    def load(
+        self, weights: IntegerWeights, shape: LinearShape, part: int, parameter: str, tensor: Tensor
+    ) -> None:
+        check_float_tensor(shape, part, parameter, tensor)
+        rows = shape.rows(part)
+        if parameter == "bias":
+            if weights.bias is None:
+                weights.bias = torch.empty(shape.out_features, dtype=torch.float32, device=self.device)
+            weights.bias[rows].copy_(tensor)
+            return
+        if weights.values is None or weights.scale is None:
+            size = (shape.out_features, shape.in_features)
+            weights.values = torch.empty(size, dtype=torch.int8, device=self.device)
+            weights.scale = torch.empty(shape.out_features, dtype=torch.float32, device=self.device)
+        for begin in range(0, tensor.shape[0], _SLAB_ROWS):
+            slab = tensor[begin : begin + _SLAB_ROWS].to(dtype=torch.float32, device=self.device)
+            # A row of weights is rounded as a token's activations are.
+            rounded = self._quantize(slab.contiguous(), 8)
+            at = slice(rows.start + begin, rows.start + begin + len(slab))
+            weights.values[at].copy_(rounded.values[:, 0, : shape.in_features])
+            weights.scale[at].copy_(rounded.scale)
+
+    @override
+    def process(self, weights: IntegerWeights, shape: LinearShape) -> None:
+        assert weights.values is not None and weights.scale is not None
+        values, scale, bias = weights.values, weights.scale, weights.bias
+        weights.values = weights.scale = weights.bias = None
+        weights.packed = self.kernels.pack_int8(values, scale, bias)
+
+    @override
+    def apply(self, weights: IntegerWeights, x: Activation, out: Tensor | None = None) -> Tensor:
+        assert weights.packed is not None
+        if not isinstance(x, Quantized):
+            x = self._quantize(x, weights.input_bits)
+        return self.kernels.linear(x, weights.packed, out)
+
+    @override
+    def tensors(self, weights: IntegerWeights) -> list[Tensor]:
+        return [] if weights.packed is None else weights.packed.tensors()
+
+    def _quantize(self, x: Tensor, bits: int) -> Quantized:
+        return self.kernels.quantize(x, Quantized.empty(*x.shape, bits, x.device))
