@@ -11,6 +11,9 @@ from batchgen.kernels.ops import Kernels, choose
 
 # Largest relative RMS error against the reference in float64 on inputs rounded to the dtype.
 TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+# The same of float32 activations over a KV cache of another dtype, against the reference over that cache.
+# With 8 bits a kernel may round queries to 16 bits and weights to 15.
+KV_TOLERANCE = {"float32": 1e-6, "float16": 1e-6, "bfloat16": 1e-6, "int8": 3e-4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,21 +78,29 @@ class AttentionInputs:
 
 
 def make_inputs(
-    case: AttentionCase, kernels: Kernels, dtype: str, device: str = "cpu", rounded_to: str | None = None
+    case: AttentionCase,
+    kernels: Kernels,
+    dtype: str,
+    device: str = "cpu",
+    rounded_to: str | None = None,
+    kv_dtype: str | None = None,
 ) -> AttentionInputs:
-    """Draw a case: always the same numbers, rounded to `rounded_to` (by default `dtype`) first."""
+    """Draw a case: always the same numbers, rounded to `rounded_to` (by default `dtype`) first.
+
+    The cache is of `kv_dtype`, by default `dtype` too.
+    """
     generator = torch.Generator().manual_seed(case.seed)
     rounding, working = torch_dtype(rounded_to or dtype), torch_dtype(dtype)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(rounding).to(working)
 
-    spec = KVCacheSpec(case.num_kv_heads, case.head_dim, case.block_size, dtype)
+    spec = KVCacheSpec(case.num_kv_heads, case.head_dim, case.block_size, kv_dtype or dtype)
     counts = [-(-length // case.block_size) for length in case.seq_lens]
     num_blocks = sum(counts) + 2
     shuffled = torch.randperm(num_blocks, generator=generator).to(torch.int32)
     kv = kernels.allocate_kv(spec, num_blocks, device)
-    kv.data.fill_(float("nan"))
+    poison(kv)
     tables = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
     queries, taken = [], 0
     for row, (length, count, num_queries) in enumerate(
@@ -124,16 +135,21 @@ def poison_unseen(inputs: AttentionInputs, case: AttentionCase) -> int:
         count = max(length - num_queries - case.window + 1, 0) // case.block_size
         gone += inputs.meta.block_tables[row, :count].tolist()
         inputs.meta.block_tables[row, :count] = -1
-    inputs.kv.data[gone] = float("nan")
+    poison(inputs.kv, gone)
     return len(gone)
 
 
-def truth(case: AttentionCase, rounded_to: str) -> Tensor:
-    """The reference in float64, on inputs rounded to the dtype."""
+def poison(kv: LayerKV, blocks: Sequence[int] | slice = slice(None)) -> None:
+    """Fill blocks with NaN; of 8 bits the scales become NaN."""
+    kv.data[blocks] = -1 if kv.spec.dtype == "int8" else float("nan")
+
+
+def truth(case: AttentionCase, rounded_to: str, kv_dtype: str | None = None) -> Tensor:
+    """The reference in float64, on inputs rounded to the dtype; with `kv_dtype` over a cache of that."""
     kernels = choose(
         "cpu", "float64", backend="reference", head_dim=case.head_dim, block_size=case.block_size
     )
-    return make_inputs(case, kernels, "float64", rounded_to=rounded_to).attend(case)
+    return make_inputs(case, kernels, "float64", rounded_to=rounded_to, kv_dtype=kv_dtype).attend(case)
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:

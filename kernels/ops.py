@@ -156,8 +156,8 @@ class Kernels(RowOps):
     def store_kv(self, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
         """Write the keys and values of a step's tokens into the cache.
 
-        Shapes: key, value [T, G, D], each dense within a token; slot_mapping [T] int32, block * B + offset, or
-            -1 for a token that is stored nowhere. No slot twice.
+        Shapes: key, value [T, G, D], each dense within a token; slot_mapping [T] int32, block * B + offset,
+            or -1 for a token that is stored nowhere. No slot twice.
         The cache may be of another dtype; int8 has a scale for each token and head, of keys and of values.
         In place: kv.
         Raises: KernelError if a slot is outside of the pool.

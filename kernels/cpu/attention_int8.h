@@ -138,8 +138,10 @@ INLINE void int8_value_tile(const int8_t *weights, const float *shrink, const fl
     }
 #else
 #define BY_INT_ROWS(CALL) \
-    (void)m; \
-    CALL(1);
+    { \
+        (void)m; \
+        CALL(1); \
+    }
 #endif
 
 static void int8_scores(const Cache *cache, const Scratch *scratch, int rows, const Units *units, const Units *ahead,
