@@ -39,19 +39,31 @@ INLINE const int32_t *column_sums(const LinearInt8 *p) {
     return (const int32_t *)(column_biases(p) + panels_of(p->columns) * PANEL);
 }
 
-/* A row's integer sums over a panel as floats into `out`; `low` may be NULL. 256 times a float is exact. */
-INLINE void finish_panel(const LinearInt8 *p, const int32_t *high, const int32_t *low, int64_t row, int64_t panel) {
-    const float *weight_scale = column_scales(p) + panel * PANEL, *bias = column_biases(p) + panel * PANEL;
-    float *out = p->out + row * p->out_stride + panel * PANEL, edge[PANEL];
-    int64_t columns = p->columns - panel * PANEL;
-    float *to = columns < PANEL ? edge : out;
-    vf scale = vf_set1(p->scale[row]);
-    for (int v = 0; v < PANEL; v += VW) {
-        vf sum = __builtin_convertvector(*(const vi_unaligned *)(high + v), vf);
-        if (low) sum = vf_fma(sum, vf_set1(256.0f), __builtin_convertvector(*(const vi_unaligned *)(low + v), vf));
-        vf_store(to + v, sum * scale * vf_load(weight_scale + v) + vf_load(bias + v));
+/* Integer sums of some rows over a panel, [rows][PANEL], `next` numbers from row to row, as floats into `out`; `low` may be
+ * NULL. 256 times a float is exact. */
+INLINE void finish_rows(const LinearInt8 *p, const int32_t *high, const int32_t *low, int64_t next, int64_t row,
+                        int64_t rows, int64_t panel) {
+    vf weight_scale[VU], bias[VU];
+    for (int v = 0; v < VU; v++) {
+        weight_scale[v] = vf_load(column_scales(p) + panel * PANEL + v * VW);
+        bias[v] = vf_load(column_biases(p) + panel * PANEL + v * VW);
     }
-    if (columns < PANEL) memcpy(out, edge, (size_t)columns * 4);
+    const float *scales = p->scale + row;
+    float *out = p->out + row * p->out_stride + panel * PANEL, edge[PANEL];
+    int64_t out_stride = p->out_stride, columns = p->columns - panel * PANEL;
+    for (int64_t i = 0; i < rows; i++, out += out_stride, high += next) {
+        float *to = columns < PANEL ? edge : out;
+        vf scale = vf_set1(scales[i]);
+        for (int v = 0; v < VU; v++) {
+            vf sum = __builtin_convertvector(*(const vi_unaligned *)(high + v * VW), vf);
+            if (low) {
+                vf rest = __builtin_convertvector(*(const vi_unaligned *)(low + i * next + v * VW), vf);
+                sum = vf_fma(sum, vf_set1(256.0f), rest);
+            }
+            vf_store(to + v * VW, sum * scale * weight_scale[v] + bias[v]);
+        }
+        if (columns < PANEL) memcpy(out, edge, (size_t)columns * 4);
+    }
 }
 
 /* Rows [row, row_end) times panels [panel, panel_end), by each way there is to do it. Returns 0 or an error code. */

@@ -39,126 +39,129 @@ typedef struct {
     uint8_t rows[16];
 } __attribute__((aligned(64))) TileConfig;
 
-/* Tiles 0 to 3 hold sums, 4 and 5 values of `rows` rows (tile 5 weights where `is_single`), 6 and 7 weights. */
-static void configure(int64_t rows, int is_single) {
+/* What four tiles of sums hold: one tile of rows by 4 panels; two tiles of rows by 2 panels; or high and low bytes of one
+ * tile of rows by 2 panels. */
+enum { ONE_TILE, TWO_TILES, TWO_PLANES };
+
+/* Tiles 0 to 3 hold sums, 4 and 5 values of `rows` rows (tile 5 weights for ONE_TILE), 6 and 7 weights. */
+static void configure(int64_t rows, int kind) {
     TileConfig config = {.palette = 1};
     for (int t = 0; t < 8; t++) {
         config.row_bytes[t] = 64;
-        config.rows[t] = t > 5 || (t == 5 && is_single) ? 16 : (uint8_t)rows;
+        config.rows[t] = t > 5 || (t == 5 && kind == ONE_TILE) ? 16 : (uint8_t)rows;
     }
     __asm__ volatile("" : : "r"(&config) : "memory"); /* GCC 12 takes only the first 8 bytes for read */
     _tile_loadconfig(&config);
 }
 
-/* Sums of tile `T` go to memory, and from there as floats to the rows from `row` on. */
-typedef int32_t Sums[16][PANEL] __attribute__((aligned(64)));
+/* Four tiles of sums that are not floats yet. They are finished one by one while the next block is multiplied: the tile
+ * unit works by itself, and the rest of the core would wait. */
+typedef struct {
+    int32_t sums[4][16][PANEL];
+    int64_t row, second; /* first row of each tile of rows */
+    int64_t rows, panel, panels;
+    int is_waiting;
+} __attribute__((aligned(64))) Block;
 
-INLINE void finish_tile(const LinearInt8 *p, const Sums high, const Sums low, int64_t row, int64_t rows, int64_t panel) {
-    for (int64_t i = 0; i < rows; i++) finish_panel(p, high[i], low ? low[i] : 0, row + i, panel);
+INLINE void finish(const LinearInt8 *p, const Block *b, int tile, const int kind) {
+    int64_t panel = kind == ONE_TILE ? tile : tile % 2;
+    if (!b->is_waiting || panel >= b->panels || (kind == TWO_PLANES && tile > 1)) return;
+    int64_t row = kind == TWO_TILES && tile > 1 ? b->second : b->row;
+    const int32_t *low = kind == TWO_PLANES ? b->sums[2 + tile][0] : 0;
+    finish_rows(p, b->sums[tile][0], low, PANEL, row, b->rows, b->panel + panel);
 }
 
-/* One tile of rows by up to 4 panels. */
-INLINE void single(const LinearInt8 *p, int64_t row, int64_t rows, int64_t panel, const int panels) {
+/* Products for one step of K with weights that begin at `w`, panels `next` bytes apart. */
+INLINE void one_tile(const int8_t *x, int64_t stride, const int8_t *w, int64_t next, const int panels) {
+    _tile_loadd(4, x, stride);
+    _tile_loadd(5, w, 64);
+    _tile_dpbssd(0, 4, 5);
+    if (panels > 1) {
+        _tile_loadd(6, w + next, 64);
+        _tile_dpbssd(1, 4, 6);
+    }
+    if (panels > 2) {
+        _tile_loadd(7, w + 2 * next, 64);
+        _tile_dpbssd(2, 4, 7);
+    }
+    if (panels > 3) {
+        _tile_loadd(5, w + 3 * next, 64);
+        _tile_dpbssd(3, 4, 5);
+    }
+}
+
+INLINE void two_tiles(const int8_t *x, const int8_t *y, int64_t stride, const int8_t *w, int64_t next, const int panels,
+                      const int is_low) {
+    _tile_loadd(4, x, stride);
+    _tile_loadd(6, w, 64);
+    _tile_dpbssd(0, 4, 6);
+    _tile_loadd(5, y, stride);
+    if (is_low) _tile_dpbusd(2, 5, 6);
+    else _tile_dpbssd(2, 5, 6);
+    if (panels > 1) {
+        _tile_loadd(7, w + next, 64);
+        _tile_dpbssd(1, 4, 7);
+        if (is_low) _tile_dpbusd(3, 5, 7);
+        else _tile_dpbssd(3, 5, 7);
+    }
+}
+
+/* Multiplies a block of `rows` rows a tile, those at `row` and `second`, by some panels, and finishes meanwhile what
+ * `block` holds. */
+INLINE void multiply(const LinearInt8 *p, Block *block, int64_t row, int64_t second, int64_t rows, int64_t panel,
+                     const int kind, const int panels) {
     const int8_t *x = p->values + row * p->stride, *w = p->packed + panel * PANEL * p->depth;
-    int64_t next = PANEL * p->depth;
+    const int8_t *y = kind == TWO_PLANES ? x + p->depth : p->values + second * p->stride;
+    int64_t next = PANEL * p->depth, stride = p->stride, steps = p->depth / 64, step = 0;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t k = 0; k < p->depth; k += 64, w += TILE_BYTES) {
-        _tile_loadd(4, x + k, p->stride);
-        _tile_loadd(5, w, 64);
-        _tile_dpbssd(0, 4, 5);
-        if (panels > 1) {
-            _tile_loadd(6, w + next, 64);
-            _tile_dpbssd(1, 4, 6);
+    for (int tile = 0; tile < 4; tile++) {
+        for (; step < steps * (tile + 1) / 4; step++, x += 64, y += 64, w += TILE_BYTES) {
+            if (kind == ONE_TILE) one_tile(x, stride, w, next, panels);
+            else two_tiles(x, y, stride, w, next, panels, kind == TWO_PLANES);
         }
-        if (panels > 2) {
-            _tile_loadd(7, w + 2 * next, 64);
-            _tile_dpbssd(2, 4, 7);
-        }
-        if (panels > 3) {
-            _tile_loadd(5, w + 3 * next, 64);
-            _tile_dpbssd(3, 4, 5);
-        }
+        finish(p, block, tile, kind);
     }
-    Sums sums[4];
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
-    for (int i = 0; i < panels; i++) finish_tile(p, sums[i], 0, row, rows, panel + i);
+    _tile_stored(0, block->sums[0], 64);
+    _tile_stored(1, block->sums[1], 64);
+    _tile_stored(2, block->sums[2], 64);
+    _tile_stored(3, block->sums[3], 64);
+    block->row = row, block->second = second, block->rows = rows, block->panel = panel, block->panels = panels;
+    block->is_waiting = 1;
 }
 
-/* Two tiles of values, `x` and `y`, by up to 2 panels: those of other rows, or the low bytes of the same. */
-INLINE void pair(const LinearInt8 *p, const int8_t *x, const int8_t *y, int64_t panel, const int panels,
-                 const int is_low, Sums sums[4]) {
-    const int8_t *w = p->packed + panel * PANEL * p->depth;
-    int64_t next = PANEL * p->depth;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < p->depth; k += 64, w += TILE_BYTES) {
-        _tile_loadd(4, x + k, p->stride);
-        _tile_loadd(6, w, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_loadd(5, y + k, p->stride);
-        if (is_low) _tile_dpbusd(2, 5, 6);
-        else _tile_dpbssd(2, 5, 6);
-        if (panels > 1) {
-            _tile_loadd(7, w + next, 64);
-            _tile_dpbssd(1, 4, 7);
-            if (is_low) _tile_dpbusd(3, 5, 7);
-            else _tile_dpbssd(3, 5, 7);
-        }
-    }
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
+/* As above, for any number of panels that fits. */
+INLINE void multiply_some(const LinearInt8 *p, Block *block, int64_t row, int64_t second, int64_t rows, int64_t panel,
+                          int64_t panels, const int kind) {
+    if (panels == 1) multiply(p, block, row, second, rows, panel, kind, 1);
+    else if (panels == 2) multiply(p, block, row, second, rows, panel, kind, 2);
+    else if (panels == 3) multiply(p, block, row, second, rows, panel, kind, 3);
+    else multiply(p, block, row, second, rows, panel, kind, 4);
 }
 
-static void single_of(const LinearInt8 *p, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-    if (panels > 3) single(p, row, rows, panel, 4);
-    else if (panels == 3) single(p, row, rows, panel, 3);
-    else if (panels == 2) single(p, row, rows, panel, 2);
-    else single(p, row, rows, panel, 1);
-}
-
-/* `row` and `second`: where the tiles of rows begin that are done together; the same for high and low bytes of one. */
-static void pair_of(const LinearInt8 *p, int64_t row, int64_t second, int64_t rows, int64_t panel, int64_t panels) {
-    const int8_t *x = p->values + row * p->stride, *y = p->values + second * p->stride;
-    Sums sums[4];
-    if (p->planes == 2) {
-        if (panels > 1) pair(p, x, x + p->depth, panel, 2, 1, sums);
-        else pair(p, x, x + p->depth, panel, 1, 1, sums);
-        for (int i = 0; i < panels; i++) finish_tile(p, sums[i], sums[2 + i], row, rows, panel + i);
-        return;
-    }
-    if (panels > 1) pair(p, x, y, panel, 2, 0, sums);
-    else pair(p, x, y, panel, 1, 0, sums);
-    for (int i = 0; i < panels; i++) {
-        finish_tile(p, sums[i], 0, row, rows, panel + i);
-        finish_tile(p, sums[2 + i], 0, second, rows, panel + i);
-    }
-}
-
-int int8_region_amx(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
-    int64_t count = row_end - row, together = p->planes == 1 && count > 16 ? 2 : 1;
-    int is_single = p->planes == 1 && together == 1;
+INLINE void region_of(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end, const int kind) {
+    int64_t count = row_end - row, together = kind == TWO_TILES ? 2 : 1, panels = kind == ONE_TILE ? 4 : 2;
     int64_t tiles = (count + 16 * together - 1) / (16 * together) * together, rows = (count + tiles - 1) / tiles;
-    int64_t panels = is_single ? 4 : 2;
-    configure(rows, is_single);
+    Block block;
+    block.is_waiting = 0;
+    configure(rows, kind);
     for (int64_t n = panel; n < panel_end; n += panels) {
         int64_t width = min_of(panels, panel_end - n);
         for (int64_t t = 0; t < tiles; t += together) {
-            int64_t from = min_of(row + t * rows, row_end - rows);
-            if (is_single) single_of(p, from, rows, n, width);
-            else pair_of(p, from, min_of(row + (t + 1) * rows, row_end - rows), rows, n, width);
+            int64_t first = min_of(row + t * rows, row_end - rows), second = min_of(row + (t + 1) * rows, row_end - rows);
+            multiply_some(p, &block, first, second, rows, n, width, kind);
         }
     }
+    for (int tile = 0; tile < 4; tile++) finish(p, &block, tile, kind);
     _tile_release();
+}
+
+int int8_region_amx(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+    if (p->planes == 2) region_of(p, row, row_end, panel, panel_end, TWO_PLANES);
+    else if (row_end - row > 16) region_of(p, row, row_end, panel, panel_end, TWO_TILES);
+    else region_of(p, row, row_end, panel, panel_end, ONE_TILE);
     return 0;
 }
 

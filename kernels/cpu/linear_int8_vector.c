@@ -76,8 +76,8 @@ static void rows_times_panels(const LinearInt8 *p, int64_t row, int m, Value *x,
             for (int i = 0; i < m; i++) {
                 correct(high[i][n], weights, HIGH_SHIFT);
                 if (p->planes == 2) correct(low[i][n], weights, LOW_SHIFT);
-                finish_panel(p, high[i][n], p->planes == 2 ? low[i][n] : 0, row + i, first + n);
             }
+            finish_rows(p, high[0][n], p->planes == 2 ? low[0][n] : 0, PANELS * PANEL, row, m, first + n);
         }
     }
 }
