@@ -26,6 +26,7 @@ _SIGNATURES: dict[str, str] = {
     "bg_score_tokens": "pnnnpnpnppppi:n",
     "bg_penalise": "pnnpnppppppi:n",
     "bg_dequantize": "nppni:n",
+    "bg_ceilings": "pnpi:",
 }
 _TYPES = {"p": _POINTER, "n": _SIZE, "i": _INT, "f": _FLOAT}
 
@@ -59,6 +60,7 @@ class Library:
         self.score_tokens = function("bg_score_tokens")
         self.penalise = function("bg_penalise")
         self.dequantize = function("bg_dequantize")
+        self.ceilings = function("bg_ceilings")
 
 
 def _kinds(loaded: ctypes.CDLL) -> dict[str, int]:
