@@ -1,6 +1,7 @@
 """RecordedForward: a decoder's forward pass, recorded once and run again for every step's numbers."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,9 @@ class RecordedForward:
     def __init__(self) -> None:
         self._recording: _Recording | None = None
         self._is_possible = True
+        self._is_measured = False
+        # Seconds by kind of operation, of recordings that are gone.
+        self._spent: Counter[str] = Counter()
 
     @property
     def is_recorded(self) -> bool:
@@ -45,8 +49,22 @@ class RecordedForward:
 
     def forget(self) -> None:
         """Let go of the recording: what it was made of is about to change, or its memory is wanted."""
-        self._recording = None
+        self._drop()
         self._is_possible = True
+
+    def begin_profile(self) -> None:
+        """Keep time from now on."""
+        self._is_measured = True
+        self._spent.clear()
+        if self._recording is not None:
+            self._recording.program.measure()
+
+    def end_profile(self) -> dict[str, float]:
+        """Seconds since `begin_profile` by kind of operation; those of passes that were recorded."""
+        # The next recording keeps no time.
+        self._drop()
+        self._is_measured = False
+        return dict(self._spent)
 
     def run(
         self,
@@ -68,14 +86,21 @@ class RecordedForward:
     def _record(self, model: "Decoder", wanted: StepSizes, num_groups: int) -> "_Recording | None":
         before = self._recording
         # The old one's memory is free for the new one.
-        self._recording = None
+        self._drop()
         try:
             found = _Recording.make(model, _capacity(wanted, before), num_groups)
         except NotRecordable as reason:
             log.info("the forward pass runs operation by operation: %s", reason)
             found = None
         self._is_possible = found is not None
+        if found is not None and self._is_measured:
+            found.program.measure()
         return found
+
+    def _drop(self) -> None:
+        if self._recording is not None and self._is_measured:
+            self._spent.update(self._recording.program.profile())
+        self._recording = None
 
 
 class NotRecordable(Exception):
