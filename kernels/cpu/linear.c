@@ -8,8 +8,9 @@
 #include <string.h>
 
 #include "kernels.h"
-#include "simd.h"
+#include "linear_float.h"
 
+#define PANEL LINEAR_PANEL
 #if VW == 16
 #define ROWS 12
 #elif VW == 8
@@ -17,23 +18,15 @@
 #else
 #define ROWS 4
 #endif
-#define PANEL (2 * VW)
 
 /* Longest piece of K. ROWS rows of it stay in the L1 cache; error grows with the square root of a piece's length. */
 #define PIECE 768
 /* Floats of packed weight that are kept in the L2 cache while all rows pass over them. */
-#define RESIDENT (128 * 1024)
+#define RESIDENT (80 * 1024)
 /* Rows of a chunk, so that its x stays in the L2 cache with the panels. */
 #define GROUP_ROWS 192
 
-typedef struct {
-    const float *x;
-    int64_t x_stride;
-    const float *packed;
-    const float *bias; /* may be NULL */
-    float *out;
-    int64_t rows, columns, depth; /* M, N, K */
-} Product;
+static int64_t panels_of(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
 static int64_t pieces_of(int64_t depth) { return (depth + PIECE - 1) / PIECE; }
 
@@ -54,14 +47,21 @@ void bg_linear_pack(const float *weight, float *packed, int64_t columns, int64_t
     }
 }
 
+/* What a tile fetches into the L2 cache while it computes: its share of what comes next. */
+typedef struct {
+    const char *at;
+    int64_t step; /* bytes for each k */
+} Ahead;
+
 /* One tile: m rows of `x` (packed PIECE apart) times one piece of one panel, stored or added to `out`. */
 INLINE void tile(const float *x, const float *panel, int64_t depth, float *out, int64_t out_stride, int64_t columns,
-                 const float *bias, int is_first, const int m) {
+                 const float *bias, int is_first, Ahead ahead, const int m) {
     vf sum[ROWS][2];
 #pragma GCC unroll 16
     for (int i = 0; i < m; i++) sum[i][0] = sum[i][1] = vf_set1(0.0f);
     for (int64_t k = 0; k < depth; k++) {
         vf left = vf_load(panel + k * PANEL), right = vf_load(panel + k * PANEL + VW);
+        __builtin_prefetch(ahead.at + k * ahead.step, 0, 2);
 #pragma GCC unroll 16
         for (int i = 0; i < m; i++) {
             vf value = vf_set1(x[i * PIECE + k]);
@@ -92,10 +92,10 @@ INLINE void tile(const float *x, const float *panel, int64_t depth, float *out, 
 }
 
 static void tile_of(int m, const float *x, const float *panel, int64_t depth, float *out, int64_t out_stride,
-                    int64_t columns, const float *bias, int is_first) {
+                    int64_t columns, const float *bias, int is_first, Ahead ahead) {
 #define CASE(M) \
     case M: \
-        tile(x, panel, depth, out, out_stride, columns, bias, is_first, M); \
+        tile(x, panel, depth, out, out_stride, columns, bias, is_first, ahead, M); \
         break;
     switch (m) {
         CASE(1) CASE(2) CASE(3) CASE(4)
@@ -109,17 +109,19 @@ static void tile_of(int m, const float *x, const float *panel, int64_t depth, fl
 #undef CASE
 }
 
-/* Rows [row, row_end) times panels [panel, panel_end). */
-static void region(const Product *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+void linear_float_panels(const LinearFloat *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end,
+                         float *out, int64_t out_stride) {
     float x[ROWS * PIECE] __attribute__((aligned(64)));
     int64_t pieces = pieces_of(p->depth), piece = (p->depth + pieces - 1) / pieces;
     int64_t resident = RESIDENT / (piece * PANEL);
     if (resident < 1) resident = 1;
-    int64_t tiles = (row_end - row + ROWS - 1) / ROWS;
+    int64_t tiles = (row_end - row + ROWS - 1) / ROWS, panels = panels_of(p->columns);
     for (int64_t first = panel; first < panel_end; first += resident) {
         int64_t last = first + resident < panel_end ? first + resident : panel_end;
         for (int64_t start = 0; start < p->depth; start += piece) {
             int64_t depth = start + piece < p->depth ? piece : p->depth - start;
+            int is_last = start + depth == p->depth;
+            int64_t next_first = is_last ? last : first, next_start = is_last ? 0 : start + depth;
             for (int64_t t = 0; t < tiles; t++) {
                 /* Tiles of even height: 13 rows are 7 + 6, not 12 + 1. */
                 int64_t from = row + (row_end - row) * t / tiles, to = row + (row_end - row) * (t + 1) / tiles;
@@ -129,19 +131,21 @@ static void region(const Product *p, int64_t row, int64_t row_end, int64_t panel
                 for (int64_t n = first; n < last; n++) {
                     int64_t column = n * PANEL;
                     int64_t columns = p->columns - column < PANEL ? p->columns - column : PANEL;
-                    const float *bias = p->bias && start + depth == p->depth ? p->bias + column : 0;
+                    const float *bias = p->bias && is_last ? p->bias + column : 0;
+                    int64_t next = next_first + n - first;
+                    const float *ahead = p->packed + ((next < panels ? next : n) * p->depth + next_start) * PANEL;
                     tile_of(m, x, p->packed + (n * p->depth + start) * PANEL, depth,
-                            p->out + from * p->columns + column, p->columns, columns, bias, start == 0);
+                            out + (from - row) * out_stride + column - panel * PANEL, out_stride, columns, bias,
+                            start == 0, (Ahead){(const char *)(ahead + depth * t / tiles * PANEL), PANEL * 4 / tiles});
                 }
             }
         }
     }
 }
 
-static int64_t panels_of(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
 /* Rows are cut as well as panels once there are more than GROUP_ROWS of them, or too few panels for all threads. */
-static int64_t row_groups(const Product *p, int64_t rows, const Step *step) {
+static int64_t row_groups(const LinearFloat *p, int64_t rows, const Step *step) {
     int64_t tiles = (rows + ROWS - 1) / ROWS, panels = panels_of(p->columns);
     int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS, wanted = (4 * step->threads + panels - 1) / panels;
     if (step->threads > 1 && groups < wanted) groups = wanted;
@@ -149,7 +153,7 @@ static int64_t row_groups(const Product *p, int64_t rows, const Step *step) {
 }
 
 static int64_t linear_chunks(const void *args, const Step *step) {
-    const Product *p = args;
+    const LinearFloat *p = args;
     int64_t rows = step_size(step, p->rows), groups = row_groups(p, rows, step), panels = panels_of(p->columns);
     if (!groups) return 0;
     /* A thread does about 32 products a nanosecond when rows are many, and waits for the weight when they are few. */
@@ -158,12 +162,14 @@ static int64_t linear_chunks(const void *args, const Step *step) {
 }
 
 static void linear_run(const void *args, Step *step, int64_t chunk, int64_t of) {
-    Product product = *(const Product *)args;
+    LinearFloat product = *(const LinearFloat *)args;
     product.rows = step_size(step, product.rows);
     int64_t groups = row_groups(&product, product.rows, step), group = chunk % groups, panels = panels_of(product.columns);
-    int64_t share = chunk / groups, shares = of / groups;
-    region(&product, chunk_begin(product.rows, group, groups), chunk_begin(product.rows, group + 1, groups),
-           chunk_begin(panels, share, shares), chunk_begin(panels, share + 1, shares));
+    int64_t share = chunk / groups, shares = of / groups, row = chunk_begin(product.rows, group, groups);
+    int64_t panel = chunk_begin(panels, share, shares);
+    linear_float_panels(&product, row, chunk_begin(product.rows, group + 1, groups), panel,
+                        chunk_begin(panels, share + 1, shares), product.out + row * product.columns + panel * PANEL,
+                        product.columns);
 }
 
 const Kernel kernel_linear = {linear_chunks, linear_run};
