@@ -14,6 +14,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+# Instruction sets that a kernel's speed depends on, as the system names them.
+INSTRUCTION_SETS = set(
+    "avx2 avx512f avx512_vnni avx512_bf16 avx_vnni amx_tile amx_bf16 amx_int8 asimd sve i8mm".split()
+)
 PACKAGES = ("batchgen", "torch", "transformers", "tokenizers", "pyarrow", "triton")
 
 
@@ -71,16 +75,20 @@ def commit() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory, and how busy the machine was."""
+    """Processor, its instruction sets, cores this process may use, memory, and how busy the machine was."""
     facts: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     if hasattr(os, "sched_getaffinity"):
         facts["cores"] = len(os.sched_getaffinity(0))
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
-        ]
-        facts["cpu"] = names[0] if names else facts["cpu"]
+        told = dict(
+            [part.strip() for part in line.split(":", 1)]
+            for line in cpuinfo.read_text().splitlines()
+            if ":" in line
+        )
+        facts["cpu"] = told.get("model name", facts["cpu"])
+        flags = told.get("flags", told.get("Features", ""))
+        facts["instruction_sets"] = sorted(INSTRUCTION_SETS.intersection(flags.split()))
         facts["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     facts["load_1min"] = round(os.getloadavg()[0], 2)
     return facts
