@@ -188,6 +188,9 @@ static void walk_items(const Attention *a, const Items *items, Step *step, int64
     lay_out(a->plan, memory, &scratch);
     Cache cache = a->plan->cache;
     cache.data = a->data;
+#if HAS_AMX_ATTENTION
+    if (scratch.use_amx) configure_tiles();
+#endif
     int64_t end = chunk_begin(items->count, chunk + 1, of);
     /* The chunk that this thread will probably take next. */
     int64_t after = chunk + step->threads < of ? chunk_begin(items->count, chunk + step->threads, of) : items->count;
@@ -195,6 +198,9 @@ static void walk_items(const Attention *a, const Items *items, Step *step, int64
         int64_t next = i + 1 < end ? i + 1 : after;
         walk(a, &cache, items->items + i, next < items->count ? items->items + next : 0, &scratch);
     }
+#if HAS_AMX_ATTENTION
+    if (scratch.use_amx) _tile_release();
+#endif
 }
 
 /* Chunks of at least some microseconds, and many of them, for items differ. */

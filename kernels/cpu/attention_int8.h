@@ -8,6 +8,7 @@
 
 #include <math.h>
 
+#include "attention_int8_amx.h"
 #include "attention_tile.h"
 #include "int8_dot.h"
 
@@ -25,8 +26,6 @@
 #else
 #define INT_WIDE 1
 #endif
-
-INLINE int64_t padded_dim(int64_t dim) { return (dim + 63) / 64 * 64; }
 
 INLINE vi round_to_int(vf x) {
 #if VW == 16
@@ -114,7 +113,7 @@ INLINE void int8_value_tile(const int8_t *weights, const float *shrink, const fl
         for (int u = 0; u < n; u++) __builtin_prefetch(ahead[q * 4 / UNIT] + at + u * 64, 0, 2);
 #pragma GCC unroll 16
         for (int r = 0; r < 2 * m; r++) {
-            vi factors = vi_set1(*(const int32_t *)(weights + r * CHUNK + q * 4));
+            vi factors = vi_set1(*(const int32_t *)(weights + r * CHUNK + factor_place(q) * 4));
 #pragma GCC unroll 16
             for (int v = 0; v < n * VU; v++) sum[r][v] = dot_signed(sum[r][v], value[v], factors, r % 2);
         }
@@ -192,10 +191,16 @@ static void int8_values(const Cache *cache, const Scratch *scratch, int rows, co
     }
 }
 
+/* What turns a value's scale into a level of weights, if `most` is the largest. */
+static float level_of(float most) {
+    float inverse = most > 0 ? WEIGHT_LEVEL / most : 0;
+    return inverse < INFINITY ? inverse : 0; /* beyond the largest float there is nothing left of the values */
+}
+
 /* Scales of tokens [from, to) of the chunk; values' are 0 elsewhere. Returns the largest of values. */
 static float load_scales(const Cache *cache, const Scratch *scratch, const Units *units, int from, int to) {
     vf most = vf_set1(0.0f);
-    for (int t = from / UNIT * UNIT; t < to; t += VW) {
+    for (int t = from / UNIT * UNIT; t < (to + UNIT - 1) / UNIT * UNIT; t += VW) {
         const float *scales = units->scales[t / UNIT] + t % UNIT;
         vi token = vi_lanes() + vi_set1(t);
         vi is_there = (token >= vi_set1(from)) & (token < vi_set1(to));
@@ -204,29 +209,36 @@ static float load_scales(const Cache *cache, const Scratch *scratch, const Units
         vf_store(scratch->value_scale + t, value);
         most = vf_max(most, value);
     }
-    return vf_max_lane(most);
+    float found = vf_max_lane(most), inverse = level_of(found);
+    for (int t = from / UNIT * UNIT; t < (to + UNIT - 1) / UNIT * UNIT; t += VW)
+        vf_store(scratch->value_level + t, vf_load(scratch->value_scale + t) * vf_set1(inverse));
+    return found;
 }
 
 /* Turns one row's integer scores of units [first, end) into integer weights. The row sees tokens [low, high) of the chunk;
  * `most` is the largest value scale if it sees all that is there. */
 INLINE void int8_weigh(const Scratch *scratch, int row, int first, int end, int64_t low, int64_t high, float most,
-                       float soft_cap, const int is_whole) {
-    float *score = scratch->score + row * CHUNK;
-    int32_t *whole = (int32_t *)score;
-    vf highest = vf_set1(-INFINITY), widest = vf_set1(0.0f), factor = vf_set1(scratch->factor[row]);
-    for (int t = first * UNIT; t < end * UNIT; t += VW) {
-        vf s = __builtin_convertvector(load_words(whole + t), vf) * vf_load(scratch->key_scale + t) * factor;
+                       float soft_cap, const int is_whole, const int is_split) {
+    const int32_t *sums = (const int32_t *)scratch->score + row * CHUNK, *sums_high = scratch->high + row * CHUNK;
+    vf score[CHUNK / VW], level[CHUNK / VW], highest = vf_set1(-INFINITY), widest = vf_set1(0.0f);
+    vf factor = vf_set1(scratch->factor[row]);
+#pragma GCC unroll 16
+    for (int v = first * VU; v < end * VU; v++) {
+        int t = v * VW;
+        vi whole = load_words(sums + t);
+        if (is_split) whole = dot_total(load_words(sums_high + t), whole) - vi_set1(scratch->excess[row]);
+        vf s = __builtin_convertvector(whole, vf) * vf_load(scratch->key_scale + t) * factor;
         if (soft_cap > 0) s = vf_tanh(s / vf_set1(soft_cap)) * vf_set1(soft_cap * LOG2_E);
         if (!is_whole) {
             vi token = vi_lanes() + vi_set1(t);
             vi is_seen = (token >= vi_set1((int32_t)low)) & (token < vi_set1((int32_t)high));
             s = vf_select(is_seen, s, vf_set1(-INFINITY));
-            widest = vf_max(widest, vf_select(is_seen, vf_load(scratch->value_scale + t), vf_set1(0.0f)));
+            level[v] = vf_select(is_seen, vf_load(scratch->value_scale + t), vf_set1(0.0f));
+            widest = vf_max(widest, level[v]);
         }
         highest = vf_max(highest, s);
-        vf_store(score + t, s);
+        score[v] = s;
     }
-    if (!is_whole) most = vf_max_lane(widest);
     float top = vf_max_lane(highest), before = scratch->top[row], shrink = 1.0f;
     if (before >= top) {
         top = before;
@@ -234,28 +246,45 @@ INLINE void int8_weigh(const Scratch *scratch, int row, int first, int end, int6
         shrink = vf_exp2(vf_set1(before - top), 0)[0];
         scratch->top[row] = top;
     }
+    if (!is_whole) most = vf_max_lane(widest);
     scratch->shrink[row] = shrink;
     scratch->level[row] = most / WEIGHT_LEVEL;
-    float inverse = most > 0 ? WEIGHT_LEVEL / most : 0;
-    if (!(inverse < INFINITY)) inverse = 0;
-    if (top == -INFINITY) { /* nothing seen yet */
-        memset(score + first * UNIT, 0, (size_t)(end - first) * UNIT * 4);
-    } else {
-        vf *total = scratch->total + row * VU;
-        for (int v = 0; v < VU; v++) {
-            vf sum = total[v] * vf_set1(shrink);
-            for (int t = first * UNIT + v * VW; t < end * UNIT; t += UNIT) {
-                vf w = vf_exp2(vf_load(score + t) - vf_set1(top), 1);
-                sum = sum + w;
-                vf x = w * (vf_load(scratch->value_scale + t) * vf_set1(inverse));
-                *(vi_unaligned *)(whole + t) = round_to_int(x);
-            }
-            total[v] = sum;
-        }
+    float inverse = is_whole ? 1.0f : level_of(most);
+    vi weight[CHUNK / VW];
+#pragma GCC unroll 16
+    for (int v = 0; v < CHUNK / VW; v++)
+        if (v < first * VU || v >= end * VU) weight[v] = vi_set1(0);
+    vf *total = scratch->total + row * VU, sum[VU];
+    for (int v = 0; v < VU; v++) sum[v] = total[v] * vf_set1(shrink);
+#pragma GCC unroll 16
+    for (int v = first * VU; v < end * VU; v++) {
+        vf w = vf_exp2(score[v] - vf_set1(top), 1);
+        /* Nothing seen yet: infinity less itself. */
+        if (!is_whole && top == -INFINITY) w = vf_set1(0.0f);
+        sum[v % VU] = sum[v % VU] + w;
+        vf counts = vf_load(scratch->value_level + v * VW);
+        if (!is_whole) counts = level[v] * vf_set1(inverse);
+        weight[v] = round_to_int(w * counts);
     }
+    for (int v = 0; v < VU; v++) total[v] = sum[v];
     int8_t *weights = scratch->weights + row * 2 * CHUNK;
-    if (end - first != CHUNK_UNITS) memset(weights, 0, 2 * CHUNK);
-    split_factors(whole + first * UNIT, (end - first) * UNIT, 0, weights + first * UNIT, weights + CHUNK + first * UNIT);
+    split_64(weight, weights, weights + CHUNK);
+}
+
+/* How the rows of a chunk are weighed. */
+INLINE void int8_weigh_rows(const Scratch *scratch, int rows, int64_t start, int from, int to, int64_t window,
+                            float soft_cap, float most, const int is_split) {
+    int first = from / UNIT, end = (to + UNIT - 1) / UNIT;
+    for (int row = 0; row < rows; row++) {
+        int64_t at = scratch->position[row] - start, low = at_least(window ? at - window + 1 : 0, from);
+        int64_t high = at_most(at + 1, to);
+        if (low > first * UNIT || high < end * UNIT || soft_cap > 0)
+            int8_weigh(scratch, row, first, end, low, high, most, soft_cap, 0, is_split);
+        else if (end - first < CHUNK_UNITS)
+            int8_weigh(scratch, row, first, end, low, high, most, 0, 1, is_split);
+        else
+            int8_weigh(scratch, row, 0, CHUNK_UNITS, low, high, most, 0, 1, is_split);
+    }
 }
 
 /* One chunk of an item: tokens [from, to) of it. */
@@ -263,18 +292,20 @@ static void int8_chunk(const Cache *cache, const Scratch *scratch, int rows, con
                        int64_t start, int from, int to, int64_t window, float soft_cap) {
     int first = from / UNIT, end = (to + UNIT - 1) / UNIT;
     float most = load_scales(cache, scratch, units, from, to);
-    for (int u = first; u < end; u++) __builtin_prefetch(ahead->scales[u], 0, 2);
-    for (int u = first; u < end; u++) __builtin_prefetch(ahead->scales[u] + cache->block_size, 0, 2);
-    int8_scores(cache, scratch, rows, units, ahead, first, end);
-    for (int row = 0; row < rows; row++) {
-        int64_t at = scratch->position[row] - start, low = window ? at - window + 1 : 0;
-        low = at_least(low, from);
-        int64_t high = at_most(at + 1, to);
-        if (low > first * UNIT || high < end * UNIT || soft_cap > 0)
-            int8_weigh(scratch, row, first, end, low, high, most, soft_cap, 0);
-        else
-            int8_weigh(scratch, row, first, end, low, high, most, 0, 1);
+    for (int u = first; u < end; u++) {
+        __builtin_prefetch(ahead->scales[u], 0, 2);
+        __builtin_prefetch(ahead->scales[u] + cache->block_size, 0, 2);
     }
+#if HAS_AMX_ATTENTION
+    if (scratch->use_amx && rows > INT_ROWS) {
+        amx_scores(cache, scratch, rows, units, ahead, first, end);
+        int8_weigh_rows(scratch, rows, start, from, to, window, soft_cap, most, 1);
+        amx_values(cache, scratch, rows, units, ahead, first, end);
+        return;
+    }
+#endif
+    int8_scores(cache, scratch, rows, units, ahead, first, end);
+    int8_weigh_rows(scratch, rows, start, from, to, window, soft_cap, most, 0);
     int8_values(cache, scratch, rows, units, ahead, first, end);
 }
 
@@ -288,6 +319,12 @@ static void lay_out_int8(const Cache *cache, Scratch *scratch, int64_t rows, cha
     scratch->level = part(memory, used, rows * 4);
     scratch->key_scale = part(memory, used, CHUNK * 4);
     scratch->value_scale = part(memory, used, CHUNK * 4);
+    scratch->value_level = part(memory, used, CHUNK * 4);
+#if HAS_AMX_ATTENTION
+    scratch->use_amx = amx_is_usable() && keys_fill_tiles(cache);
+    scratch->high = part(memory, used, rows * CHUNK * 4);
+    scratch->values = part(memory, used, cache->value_dim * CHUNK);
+#endif
 }
 
 #endif

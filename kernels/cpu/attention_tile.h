@@ -40,6 +40,10 @@ typedef struct {
     int32_t *excess;                  /* [rows]: what the keys' offset adds to a score */
     float *factor, *level;            /* [rows]: of integer scores; of integer sums of values */
     float *key_scale, *value_scale;   /* [CHUNK]: of this chunk's tokens */
+    float *value_level;               /* [CHUNK]: scales of values as levels of weights, for rows that see all of it */
+    int32_t *high;                    /* [rows, CHUNK]: with AMX, sums of high bytes; those of low bytes are scores */
+    int8_t *values;                   /* [value_dim * CHUNK]: with AMX, the chunk's values as tiles */
+    int use_amx;
 } Scratch;
 
 /* Takes a part of the thread's memory, in whole cache lines; with NULL it only counts them. */

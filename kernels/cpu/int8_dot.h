@@ -78,13 +78,12 @@ INLINE vi dot_total(vi first, vi second) {
 #endif
 }
 
-/* Splits factors into words: of `n` factors, a multiple of 4, n bytes go to `first` and n to `second`. In bytes the low
- * ones are signed if factors are: then these are at most 32512 in size. */
+/* Splits `n` factors, a multiple of 4, into words: n bytes go to `first` and n to `second`. As bytes the low ones are signed
+ * too if `is_signed`: then factors are at most 32512 in size. */
 static inline void split_factors(const int32_t *factors, int64_t n, const int is_signed, int8_t *first, int8_t *second) {
 #if DOT_BYTES
     for (int64_t i = 0; i < n; i++) {
-        int32_t high = is_signed ? (factors[i] + 128) >> 8 : factors[i] >> 8;
-        first[i] = (int8_t)high;
+        first[i] = (int8_t)((is_signed ? factors[i] + 128 : factors[i]) >> 8);
         second[i] = (int8_t)(factors[i] & 255);
     }
 #else
@@ -96,5 +95,25 @@ static inline void split_factors(const int32_t *factors, int64_t n, const int is
     }
 #endif
 }
+
+/* The same for 64 factors 0 to 32767, but in another order of the groups of four: group q goes to factor_place(q). */
+#if DOT_BYTES && VW == 16
+INLINE int factor_place(int q) { return q % 4 * 4 + q / 4; }
+
+INLINE void split_64(const vi *factors, int8_t *first, int8_t *second) {
+    __m512i a = _mm512_packus_epi32((__m512i)factors[0], (__m512i)factors[1]);
+    __m512i b = _mm512_packus_epi32((__m512i)factors[2], (__m512i)factors[3]), low = _mm512_set1_epi16(255);
+    _mm512_storeu_si512(first, _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)));
+    _mm512_storeu_si512(second, _mm512_packus_epi16(_mm512_and_si512(a, low), _mm512_and_si512(b, low)));
+}
+#else
+INLINE int factor_place(int q) { return q; }
+
+INLINE void split_64(const vi *factors, int8_t *first, int8_t *second) {
+    int32_t plain[64];
+    for (int v = 0; v < 64 / VW; v++) *(vi_unaligned *)(plain + v * VW) = factors[v];
+    split_factors(plain, 64, 0, first, second);
+}
+#endif
 
 #endif
