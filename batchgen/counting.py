@@ -24,7 +24,7 @@ from batchgen.errors import WeightsError
 from batchgen.sampling_params import SamplingParams
 from batchgen.seeds import mix64
 from batchgen.whole_steps import WholeSteps
-from batchgen.worker.executor import ExecutorInfo
+from batchgen.worker.executor import ExecutorInfo, ExecutorProfile
 
 
 def counting_token(history: Sequence[int], row: SamplingRow, vocab_size: int) -> int:
@@ -167,6 +167,13 @@ class CountingExecutor:
     def accepts(self, rules: DrawRules, token_ids: Sequence[int]) -> bool:
         """Knows no grammar."""
         return True
+
+    def begin_profile(self) -> None:
+        """Nothing to time."""
+
+    def end_profile(self) -> ExecutorProfile:
+        """Nothing was timed."""
+        return ExecutorProfile(seconds={}, num_tokens=0, num_rows=0, ceilings=None, bound_s={})
 
     def sleep(self, level: int) -> None:
         """Nothing to give back."""

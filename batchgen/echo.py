@@ -19,6 +19,7 @@ from batchgen.engine.messages import (
     BLOCK_FREE,
     BLOCK_USED,
     EngineInfo,
+    EngineProfile,
     EngineRequest,
     EngineStats,
     Limits,
@@ -243,6 +244,14 @@ class EchoEngine:
     def load_adapter(self, name: str, path: str) -> None:
         """There is no model to adapt."""
         raise ConfigError(f"adapter {name!r} ({path}): the echo engine has no adapters")
+
+    def begin_profile(self) -> None:
+        """There is nothing that could be measured."""
+        raise ConfigError("the echo engine computes nothing that could be measured; name a model")
+
+    def end_profile(self) -> EngineProfile:
+        """As `begin_profile`."""
+        raise ConfigError("the echo engine computes nothing that could be measured; name a model")
 
     def shutdown(self) -> None:
         """Forget everything."""

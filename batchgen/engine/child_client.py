@@ -14,7 +14,7 @@ from batchgen.engine import wire
 from batchgen.engine.child import Hello
 from batchgen.engine.child_process import ChildProcess
 from batchgen.engine.loading import DEFAULT_EXECUTOR
-from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, Limits
+from batchgen.engine.messages import EngineInfo, EngineProfile, EngineRequest, EngineStats, Limits
 from batchgen.engine.output_processor import OutputProcessor, OutputTokenizer
 from batchgen.errors import EngineError
 from batchgen.outputs import RequestOutput
@@ -164,6 +164,15 @@ class ChildClient:
     def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter under a name."""
         self._call("load_adapter", name, path)
+
+    def begin_profile(self) -> None:
+        """Keep time from now on."""
+        self._call("begin_profile")
+
+    def end_profile(self) -> EngineProfile:
+        """Where the time went since `begin_profile`."""
+        found: EngineProfile = self._call("end_profile")
+        return found
 
     def shutdown(self) -> None:
         """End the child; its memory is free when this returns. May be called twice."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, Limits
+from batchgen.engine.messages import EngineInfo, EngineProfile, EngineRequest, EngineStats, Limits
 from batchgen.outputs import RequestOutput
 
 
@@ -67,6 +67,12 @@ class EngineClient(Protocol):
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter under a name; another one under the same name is another adapter."""
+
+    def begin_profile(self) -> None:
+        """Keep time from now on."""
+
+    def end_profile(self) -> EngineProfile:
+        """Where the time went since `begin_profile`."""
 
     def shutdown(self) -> None:
         """End the engine and free its memory. May be called twice."""

@@ -1,29 +1,29 @@
 """EngineCore: the loop that joins scheduler and executor, driven by one thread through few messages."""
 
 import logging
-import os
 import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cache, partial
 from itertools import chain
-from typing import Any
 
 from batchgen.config import EngineConfig, ModelSettings
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.detokenizer import Decoder
-from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, Limits, SampleOutput
+from batchgen.engine.info import engine_info
+from batchgen.engine.messages import EngineProfile, EngineRequest, EngineStats, Limits, SampleOutput
 from batchgen.engine.metrics import snapshot
 from batchgen.engine.policy import POLICIES
 from batchgen.engine.prefix_cache import cache_root
+from batchgen.engine.profiling import Profiling
 from batchgen.engine.request_table import RequestTable
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.speculation import Speculation
 from batchgen.engine.watchdog import Watchdog
 from batchgen.errors import BatchgenError, ConfigError, EngineError
 from batchgen.outputs import FailureCode, RowFailure
-from batchgen.worker.executor import Executor, ExecutorInfo
+from batchgen.worker.executor import Executor
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,11 @@ class EngineCore:
         resolved = {**config.to_engine_args(), **loaded.resolved}
         eos_token_ids = tuple(sorted({*loaded.eos_token_ids, *tokenizer_eos_ids}))
         self.executor = executor
-        self.info = _engine_info(config.model.model, loaded, resolved, eos_token_ids, load_s)
+        self.info = engine_info(config.model.model, loaded, resolved, eos_token_ids, load_s)
         self.is_paused = False
         self.is_asleep = False
         self._num_idle = 0
+        self._profiling: Profiling | None = None
         self._tokenizer = cache(partial(_load_tokenizer, config.model))
         self._kv_dtype = str(resolved["kv_cache_dtype"])
         self._blocks = BlockManager(
@@ -167,6 +168,21 @@ class EngineCore:
             self._scheduler, is_paused=self.is_paused or self.is_asleep, with_block_map=with_block_map
         )
 
+    def begin_profile(self) -> None:
+        """Keep time from the next step on."""
+        self._profiling = Profiling(self.executor, self._scheduler.counters)
+
+    def end_profile(self) -> EngineProfile:
+        """Where the time went since `begin_profile`.
+
+        Raises:
+            EngineError: there was none.
+        """
+        profiling, self._profiling = self._profiling, None
+        if profiling is None:
+            raise EngineError("end_profile comes after begin_profile")
+        return profiling.end()
+
     def step(self) -> list[SampleOutput]:
         """Compute one step and tell what is new.
 
@@ -174,6 +190,12 @@ class EngineCore:
             BaseException: whatever the executor raises, an interrupt included. The step is then forgotten,
                 and those who ran are recomputed by the following steps.
         """
+        if self._profiling is None:
+            return self._step()
+        with self._profiling.step():
+            return self._step()
+
+    def _step(self) -> list[SampleOutput]:
         if self.is_paused or self.is_asleep:
             return self._scheduler.take_outputs()
         plan = self._scheduler.schedule()
@@ -253,27 +275,6 @@ class EngineCore:
                 capacity,
                 self.info.max_model_len,
             )
-
-
-def _engine_info(
-    model: str, loaded: ExecutorInfo, resolved: dict[str, Any], eos_token_ids: tuple[int, ...], load_s: float
-) -> EngineInfo:
-    return EngineInfo(
-        model=model,
-        architecture=loaded.architecture,
-        max_model_len=loaded.max_model_len,
-        vocab_size=loaded.vocab_size,
-        eos_token_ids=eos_token_ids,
-        num_blocks=loaded.num_blocks,
-        block_size=resolved["block_size"],
-        reproducible=loaded.reproducible,
-        resolved=resolved,
-        decisions=loaded.decisions,
-        environment=loaded.environment,
-        load_s=load_s,
-        pid=os.getpid(),
-        no_thinking=loaded.no_thinking,
-    )
 
 
 def _load_tokenizer(settings: ModelSettings) -> Decoder:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from batchgen.engine.core import EngineCore
-from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats, Limits
+from batchgen.engine.messages import EngineInfo, EngineProfile, EngineRequest, EngineStats, Limits
 from batchgen.engine.output_processor import OutputProcessor, OutputTokenizer
 from batchgen.outputs import RequestOutput
 
@@ -94,6 +94,14 @@ class InProcessClient:
     def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter under a name."""
         self._core.load_adapter(name, path)
+
+    def begin_profile(self) -> None:
+        """Keep time from now on."""
+        self._core.begin_profile()
+
+    def end_profile(self) -> EngineProfile:
+        """Where the time went since `begin_profile`."""
+        return self._core.end_profile()
 
     def shutdown(self) -> None:
         """Free the model."""

@@ -162,6 +162,29 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProfile:
+    """Where an engine's time went between `begin_profile` and `end_profile`.
+
+    Args:
+        seconds: part -> seconds; "scheduling" is what a step takes beside kernels and drawing, "idle" the
+            time between steps. They add up to `wall_s`.
+        wall_s: between the two calls.
+        num_steps, num_tokens, num_rows: steps, tokens computed, and rows of logits.
+        ceilings: rate -> of this machine: float_ops, int8_ops and read_bytes a second; empty where they
+            cannot be measured.
+        bound_s: the least seconds of matrix_products, attention_products and kv_reading on such a machine.
+    """
+
+    seconds: Mapping[str, float]
+    wall_s: float
+    num_steps: int
+    num_tokens: int
+    num_rows: int
+    ceilings: Mapping[str, float]
+    bound_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """What a started engine is; sent once, when it is ready.
 

@@ -1,10 +1,11 @@
 """Executor: the seam between the engine core, which has no torch, and the ranks that compute."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from batchgen.engine.scheduler_output import DrawRules, SchedulerOutput, StepResult
+from batchgen.kernels.ceilings import Ceilings
 from batchgen.sampling_params import SamplingParams
 
 
@@ -39,6 +40,25 @@ class ExecutorInfo:
         return len(self.group_windows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorProfile:
+    """What the steps between `begin_profile` and `end_profile` took, and what they must take at least.
+
+    Args:
+        seconds: part of a step -> time in kernels, and in drawing tokens.
+        num_tokens: computed.
+        num_rows: of logits.
+        ceilings: of this machine; None where they cannot be measured.
+        bound_s: what takes time whatever the kernels are -> the least seconds of it; empty without ceilings.
+    """
+
+    seconds: Mapping[str, float]
+    num_tokens: int
+    num_rows: int
+    ceilings: Ceilings | None
+    bound_s: Mapping[str, float]
+
+
 class Executor(Protocol):
     """Runs steps on every rank."""
 
@@ -52,6 +72,12 @@ class Executor(Protocol):
 
     def accepts(self, rules: DrawRules, token_ids: Sequence[int]) -> bool:
         """Whether the grammar of `rules` may end after these drawn tokens, of which no draw has told it."""
+
+    def begin_profile(self) -> None:
+        """Keep time from the next step on; takes a second or two for a look at the machine."""
+
+    def end_profile(self) -> ExecutorProfile:
+        """What was kept since `begin_profile`; takes as long again."""
 
     def sleep(self, level: int) -> None:
         """Give memory back: 1 drops KV blocks and moves weights to host memory, 2 drops both."""

@@ -1,20 +1,23 @@
 """ModelRunner: runs one step on this rank: swaps and copies, forward pass, logits of some rows, draws."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from batchgen.engine.scheduler_output import DrawRules, SchedulerOutput, StepResult
+from batchgen.errors import EngineError
 from batchgen.models.decoder import Decoder
 from batchgen.sampling_params import SamplingParams
 from batchgen.worker.draw_limits import DrawLimits
 from batchgen.worker.draw_rows import DrawRows, NewestTokens
-from batchgen.worker.executor import ExecutorInfo
+from batchgen.worker.executor import ExecutorInfo, ExecutorProfile
 from batchgen.worker.input_batch import BatchBuilder, InputBatch
 from batchgen.worker.model_memory import ModelMemory
 from batchgen.worker.prompt_scores import PromptScorer
 from batchgen.worker.sampler import Drawn, Sampler
+from batchgen.worker.step_profile import StepProfile
 
 
 class ModelRunner:
@@ -45,6 +48,7 @@ class ModelRunner:
         self._draws: DrawRows = sampler.rows(())
         self._drawn: list[int | None] = []
         self._newest = NewestTokens()
+        self._profile: StepProfile | None = None
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepResult:
@@ -60,7 +64,10 @@ class ModelRunner:
             return StepResult(step.step, [], swap_s=swap_s)
         batch = self._batches.build(step, self._newest, self._drawn)
         draws = self._draws_of(step, batch)
+        started = time.perf_counter()
         hidden = model.run(batch.token_ids, batch.positions, batch.metas, batch.logit_rows)
+        if self._profile is not None:
+            self._profile.forward(batch, started)
         num_drawn_rows = hidden.shape[0] - batch.num_score_rows
         drawn = self._draw(model, hidden[:num_drawn_rows], draws, batch.sample_rows)
         self._draws, self._drawn = draws, drawn.token_ids
@@ -85,6 +92,21 @@ class ModelRunner:
     def accepts(self, rules: DrawRules, token_ids: Sequence[int]) -> bool:
         """Whether a grammar's sample may end after these tokens."""
         return self._sampler.accepts(rules, token_ids)
+
+    def begin_profile(self) -> None:
+        """Keep time from the next step on."""
+        self._profile = StepProfile(self._memory.model)
+
+    def end_profile(self) -> ExecutorProfile:
+        """What was kept.
+
+        Raises:
+            EngineError: nothing was.
+        """
+        profile, self._profile = self._profile, None
+        if profile is None:
+            raise EngineError("end_profile comes after begin_profile")
+        return profile.end()
 
     def sleep(self, level: int) -> None:
         """Give memory back."""
@@ -112,8 +134,14 @@ class ModelRunner:
     ) -> Drawn:
         if not len(draws):
             return Drawn([])
+        profile, started = self._profile, time.perf_counter()
         logits = model.logits(hidden)
+        if profile is not None:
+            started = profile.head(started)
         if len(draws) != logits.shape[0]:
             # Several samples of one prompt begin from the same logits; each may change its own copy.
             logits = logits[sample_rows]
-        return self._sampler.draw(logits, draws, self._newest)
+        drawn = self._sampler.draw(logits, draws, self._newest)
+        if profile is not None:
+            profile.drawn(started)
+        return drawn

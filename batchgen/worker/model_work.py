@@ -1,0 +1,105 @@
+"""ModelWork: what a step asks of the machine at least, in operations and bytes, by the model's shape."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchgen.kernels.ceilings import Ceilings
+from batchgen.layers.linear import LinearLayer
+from batchgen.models.decoder import Decoder
+from batchgen.worker.input_batch import InputBatch
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What a step computes: tokens, rows of logits; by KV group, keys that queries see and blocks read."""
+
+    num_tokens: int
+    num_rows: int
+    num_keys: list[int]
+    num_blocks: list[int]
+
+
+@dataclass(slots=True)
+class _Products:
+    """Matrix products of one row: operations on floats and on 8-bit integers, and bytes of weights."""
+
+    float_ops: int = 0
+    int8_ops: int = 0
+    num_bytes: int = 0
+
+    def add(self, layer: object) -> None:
+        """Count a layer; an adapter's own products are left out."""
+        if not isinstance(layer, LinearLayer):
+            return
+        ops = 2 * layer.shape.in_features * layer.shape.out_features
+        if layer.input_bits is None:
+            self.float_ops += ops
+        else:
+            # 16 bits are multiplied as two times 8.
+            self.int8_ops += ops * layer.input_bits // 8
+        self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in layer.tensors())
+
+    def seconds(self, rows: "np.ndarray", ceilings: Ceilings) -> "np.ndarray":
+        """Time of the products for so many rows."""
+        each: float = self.float_ops / ceilings.float_ops + self.int8_ops / ceilings.int8_ops
+        return rows * each
+
+
+@dataclass(slots=True)
+class ModelWork:
+    """The least that steps cost on a machine with given ceilings.
+
+    A step multiplies every weight with every row, and reads every weight once; whichever takes longer counts.
+    It reads each KV block once, however many of its sequences share that, and multiplies every query with
+    every key that it sees and their weights with the values.
+    """
+
+    windows: tuple[int | None, ...]
+    layers: _Products = field(default_factory=_Products)
+    head: _Products = field(default_factory=_Products)
+    # Per KV group: bytes of a block in all its layers, operations for a key.
+    block_bytes: list[int] = field(default_factory=list)
+    key_ops: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: Decoder) -> "ModelWork":
+        """The work of one model."""
+        layout, config = model.kv_layout, model.config
+        work = cls(layout.windows)
+        for layer in model.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                work.layers.add(linear)
+        work.head.add(model.head)
+        for group in range(len(layout.windows)):
+            num_layers = layout.groups.count(group)
+            work.block_bytes.append(num_layers * model.kernels.kv_block_bytes(layout.spec))
+            work.key_ops.append(num_layers * 4 * config.num_heads * config.head_dim)
+        return work
+
+    def step(self, batch: InputBatch) -> StepWork:
+        """What a batch computes."""
+        positions = batch.positions.cpu().numpy()
+        keys, blocks = [], []
+        for window, meta in zip(self.windows, batch.metas, strict=True):
+            seen = positions + 1 if window is None else np.minimum(positions + 1, window)
+            keys.append(int(seen.sum()))
+            tables = meta.block_tables.cpu().numpy()
+            blocks.append(int(np.unique(tables[tables >= 0]).size))
+        return StepWork(len(positions), len(batch.logit_rows), keys, blocks)
+
+    def bound_s(self, steps: Sequence[StepWork], ceilings: Ceilings) -> dict[str, float]:
+        """The least seconds that some steps take, by what takes them."""
+        tokens = np.array([step.num_tokens for step in steps], dtype=np.float64)
+        rows = np.array([step.num_rows for step in steps], dtype=np.float64)
+        num_bytes = self.layers.num_bytes + np.where(rows > 0, self.head.num_bytes, 0)
+        products = self.layers.seconds(tokens, ceilings) + self.head.seconds(rows, ceilings)
+        matrix = np.maximum(products, num_bytes / ceilings.read_bytes)
+        keys = sum(np.dot(step.num_keys, self.key_ops) for step in steps)
+        read = sum(np.dot(step.num_blocks, self.block_bytes) for step in steps)
+        return {
+            "matrix_products": float(matrix.sum()),
+            "attention_products": float(keys / ceilings.float_ops),
+            "kv_reading": float(read / ceilings.read_bytes),
+        }
