@@ -11,49 +11,96 @@ import math
 import torch
 from torch import Tensor
 
-# Largest factor by butterflies; the rest is one small matrix.
-_MOST_BUTTERFLIES = 64
+# Largest Hadamard matrix of a power of two that is multiplied as one; larger ones are products of several.
+_LARGEST_POWER = 64
 
 
 class Rotation:
-    """The orthogonal matrix R [E, E] = signs · (M ⊗ H): M of size E / 2^n, H the Hadamard matrix of size 2^n.
+    """An orthogonal matrix R [E, E]: random signs, then a Kronecker product of small orthogonal matrices.
 
-    M is the discrete Hartley transform: orthogonal at any size, symmetric, its entries at most √2 times as
-    large as if all were equal. Signs break up what the first, constant column would sum.
+    It is a Hadamard matrix where one is known by the constructions below, so for the sizes of most models:
+    all its entries are equally large, and an outlier is spread evenly. Other sizes get a discrete Hartley
+    transform in it, with entries up to √2 times as large.
 
     Args:
         size: E.
-        seed: of the signs.
+        seed: of the signs, which keep a constant direction from going into one dimension.
     """
 
     def __init__(self, size: int, seed: int = 0):
         self.size = size
-        butterflies = math.gcd(size, _MOST_BUTTERFLIES)
-        self._hadamard = _hadamard(butterflies)
-        self._hartley = _hartley(size // butterflies)
+        self._factors = _factors(size)
         generator = torch.Generator().manual_seed(seed)
         self._signs = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1.0
 
     def inputs(self, weight: Tensor) -> Tensor:
         """What turned inputs are multiplied by: weight [..., E] -> weight · R, as float32."""
-        signs, hartley, hadamard = (
-            part.to(weight.device) for part in (self._signs, self._hartley, self._hadamard)
-        )
-        parts = (weight.to(torch.float32) * signs).unflatten(-1, (len(hartley), len(hadamard)))
-        # M is symmetric, as H is.
-        return torch.matmul(hartley, torch.matmul(parts, hadamard)).flatten(-2)
+        turned = weight.to(torch.float32) * self._signs.to(weight.device)
+        turned = turned.unflatten(-1, tuple(len(factor) for factor in self._factors))
+        for axis, factor in enumerate(reversed(self._factors), start=1):
+            turned = torch.matmul(turned.movedim(-axis, -1), factor.to(weight.device)).movedim(-1, -axis)
+        return turned.flatten(weight.dim() - 1)
 
     def outputs(self, weight: Tensor) -> Tensor:
         """What gives turned outputs: weight [E, ...] or a bias [E] -> Rᵀ · weight, as float32."""
         return self.inputs(weight.movedim(0, -1)).movedim(-1, 0)
 
 
-def _hadamard(size: int) -> Tensor:
-    """The symmetric Hadamard matrix of a power of two, scaled to be orthogonal. Sylvester 1867."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(size)
+def _factors(size: int) -> list[Tensor]:
+    """Orthogonal matrices whose sizes multiply to `size`, Hadamard matrices if possible."""
+    power = size & -size
+    for small in (size // power << shift for shift in range(power.bit_length())):
+        matrix = _paley(small)
+        if matrix is not None:
+            return [matrix / math.sqrt(small), *_sylvester(size // small)]
+    return [_hartley(size // power), *_sylvester(power)]
+
+
+def _sylvester(size: int) -> list[Tensor]:
+    """Hadamard matrices of powers of two whose sizes multiply to `size`, scaled. Sylvester 1867."""
+    factors = []
+    while size > 1:
+        matrix = torch.ones(1, 1)
+        while len(matrix) < min(size, _LARGEST_POWER):
+            matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+        factors.append(matrix / math.sqrt(len(matrix)))
+        size //= len(matrix)
+    return factors
+
+
+def _paley(size: int) -> Tensor | None:
+    """A Hadamard matrix from quadratic residues modulo a prime, or None if that gives none of this size.
+
+    Source: Paley 1933, doi:10.1002/sapm1933121311, both constructions.
+    """
+    if size == 1:
+        return torch.ones(1, 1)
+    if size % 4 == 0 and _is_prime(size - 1):  # then it is 3 modulo 4
+        matrix = _bordered(size - 1)
+        matrix[1:, 0] = -1.0
+        return matrix + torch.eye(size)
+    if size % 4 == 0 and size // 2 % 4 == 2 and _is_prime(size // 2 - 1):  # then it is 1 modulo 4
+        symmetric = _bordered(size // 2 - 1)
+        ones = torch.eye(size // 2)
+        return torch.kron(symmetric, torch.tensor([[1.0, 1.0], [1.0, -1.0]])) + torch.kron(
+            ones, torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
+        )
+    return None
+
+
+def _bordered(prime: int) -> Tensor:
+    """The matrix of residue symbols of i − j, zero where they are equal, with a row and a column of ones."""
+    residues = {index * index % prime for index in range(1, prime)}
+    symbols = torch.tensor([0.0, *(1.0 if index in residues else -1.0 for index in range(1, prime))])
+    index = torch.arange(prime)
+    matrix = torch.ones(prime + 1, prime + 1)
+    matrix[0, 0] = 0.0
+    matrix[1:, 1:] = symbols[(index[:, None] - index[None, :]) % prime]
+    return matrix
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
 def _hartley(size: int) -> Tensor:
