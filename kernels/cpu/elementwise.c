@@ -1,37 +1,10 @@
 /* Norm, rotary embedding and gate, float32. Each row is computed by itself, in one fixed order. */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
 #include "kernels.h"
-#include "simd.h"
+#include "row_math.h"
 
 /* Chunks for rows of so many floats, of which a thread does about eight in a nanosecond. */
 static int64_t row_chunks(int64_t rows, int64_t floats, const Step *step) {
     return even_chunks(step_size(step, rows), floats / 8 + 1, step);
-}
-
-static float square_sum(const float *x, int64_t n) {
-    vf sum[2 * VU];
-    for (int v = 0; v < 2 * VU; v++) sum[v] = vf_set1(0.0f);
-    int64_t i = 0;
-    for (; i + 2 * UNIT <= n; i += 2 * UNIT)
-        for (int v = 0; v < 2 * VU; v++) {
-            vf value = vf_load(x + i + v * VW);
-            sum[v] = vf_fma(value, value, sum[v]);
-        }
-    for (int v = 0; v < VU; v++) sum[v] = sum[v] + sum[v + VU];
-    float rest = 0.0f;
-    for (; i < n; i++) rest += x[i] * x[i];
-    return unit_sum(sum) + rest;
-}
-
-static void norm_row(const float *x, const float *weight, float *out, int64_t n, float eps) {
-    float factor = 1.0f / sqrtf(square_sum(x, n) / (float)n + eps);
-    int64_t i = 0;
-    for (; i + VW <= n; i += VW)
-        vf_store(out + i, vf_load(x + i) * vf_set1(factor) * vf_load(weight + i));
-    for (; i < n; i++) out[i] = x[i] * factor * weight[i];
 }
 
 typedef struct {
@@ -79,10 +52,7 @@ static void add_norm_run(const void *args, Step *step, int64_t chunk, int64_t of
     int64_t rows = step_size(step, a->rows), end = chunk_begin(rows, chunk + 1, of);
     for (int64_t r = chunk_begin(rows, chunk, of); r < end; r++) {
         float *sum = a->residual + r * a->n;
-        const float *add = a->x + r * a->stride;
-        int64_t i = 0;
-        for (; i + VW <= a->n; i += VW) vf_store(sum + i, vf_load(sum + i) + vf_load(add + i));
-        for (; i < a->n; i++) sum[i] += add[i];
+        add_row(sum, a->x + r * a->stride, a->n);
         norm_row(sum, a->weight, a->out + r * a->n, a->n, (float)a->eps);
     }
 }
@@ -139,23 +109,6 @@ static void rotary_run(const void *args, Step *step, int64_t chunk, int64_t of) 
 }
 
 const Kernel kernel_rotary = {rotary_chunks, rotary_run};
-
-INLINE vf silu(vf x) {
-    vf bounded = vf_select(x < vf_set1(-EXP_HIGHEST), vf_set1(-EXP_HIGHEST), x);
-    return bounded / (vf_set1(1.0f) + vf_exp(vf_set1(0.0f) - bounded));
-}
-
-/* out [n] = silu(gate) * up. */
-static void gate_row(const float *gate, const float *up, float *out, int64_t n) {
-    int64_t i = 0;
-    for (; i + VW <= n; i += VW) vf_store(out + i, silu(vf_load(gate + i)) * vf_load(up + i));
-    if (i < n) {
-        float edge[VW] = {0};
-        memcpy(edge, gate + i, (size_t)(n - i) * 4);
-        vf_store(edge, silu(vf_load(edge)));
-        for (int64_t j = i; j < n; j++) out[j] = edge[j - i] * up[j];
-    }
-}
 
 typedef struct {
     const float *gate_up; /* [rows, 2 * n] */
