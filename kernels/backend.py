@@ -104,6 +104,10 @@ class KernelBackend(ABC):
         """See `Kernels.linear`."""
         raise NotImplementedError
 
+    def linear_argmax(self, x: Tensor | Quantized, packed: PackedLinear, width: int) -> Tensor | None:
+        """See `Kernels.linear_argmax`."""
+        return None
+
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_int8`."""
         raise NotImplementedError

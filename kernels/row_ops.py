@@ -23,6 +23,7 @@ class RowOps:
 
     def __init__(self, home: checks.Home, backends: dict[str, KernelBackend]):
         self.home = home
+        self._backends = backends
         self._linear, self._pack_linear = backends["linear"].linear, backends["linear"].pack_linear
         integers = backends["linear_int8"]
         self._linear_int8, self._pack_int8 = integers.linear_int8, integers.pack_int8
@@ -68,6 +69,20 @@ class RowOps:
             return self._linear_int8(x, packed, out)
         checks.check_linear(self.home, x, packed, out)
         return self._linear(x, packed, out)
+
+    def linear_argmax(self, x: Activation, packed: PackedLinear, width: int) -> Tensor | None:
+        """Where the largest of the first `width` results of each row stands: x [T, K] -> [T] int64.
+
+        The lowest place of several that are equal; -1 for a row that holds a NaN or whose largest result is
+        infinite. It is what a greedy draw takes from the results of `linear`, which are not written anywhere.
+
+        Returns: None where the backend has no way that is better than `linear`.
+        """
+        if isinstance(x, Quantized):
+            checks.check_linear_int8(self.home, x, packed, None)
+            return self._backends["linear_int8"].linear_argmax(x, packed, width)
+        checks.check_linear(self.home, x, packed, None)
+        return self._backends["linear"].linear_argmax(x, packed, width)
 
     def quantize(self, x: Tensor, out: Quantized) -> Quantized:
         """Round activations to integers, each token by its largest |x|, ties to even.

@@ -90,6 +90,12 @@ class LinearLayer:
         """Multiply: x [T, K] -> [T, N], this rank's inputs to this rank's outputs (Row: the whole sum)."""
         return self.method.apply(self.weights, x, out)
 
+    def argmax(self, x: Activation, width: int) -> Tensor | None:
+        """Where the largest of the first `width` outputs of each row stands; None where that is not built."""
+        if self.parallel.size > 1:
+            return None
+        return self.method.argmax(self.weights, x, width)
+
     def _adds_bias(self) -> bool:
         return True
 

@@ -188,6 +188,14 @@ class Decoder:
         room = self._workspace.activations(hidden.shape[0]).normed
         return self.head(self._as_input(hidden, self.head, room), self._workspace.logits(hidden.shape[0]))
 
+    def likeliest(self, hidden: Tensor, vocab_size: int) -> Tensor | None:
+        """The id of the largest logit below `vocab_size` of each final hidden state: [R, E] -> [R] int64.
+
+        -1 where `Sampler.draw` would draw nothing. None where that is no faster than to ask for the logits.
+        """
+        room = self._workspace.activations(hidden.shape[0]).normed
+        return self.head.argmax(self._as_input(hidden, self.head, room), vocab_size)
+
     def _as_input(self, x: Tensor, layer: Linear, room: InputRoom) -> Activation:
         """Floats in the form that the layer wants."""
         bits = input_bits(layer)

@@ -107,6 +107,13 @@ class LinearMethod(ABC):
     def apply(self, weights: Any, x: Activation, out: Tensor | None = None) -> Tensor:
         """Multiply: x [T, K] -> [T, N], into `out` when it is given."""
 
+    def argmax(self, weights: Any, x: Activation, width: int) -> Tensor | None:
+        """Where the largest of the first `width` results of each row stands, without writing them anywhere.
+
+        See `Kernels.linear_argmax`; None where that is not built.
+        """
+        return None
+
     @abstractmethod
     def tensors(self, weights: Any) -> list[Tensor]:
         """All that the weights keep in memory once they are processed."""

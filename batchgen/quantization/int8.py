@@ -91,6 +91,11 @@ class Int8(LinearMethod):
         return self.kernels.linear(x, weights.packed, out)
 
     @override
+    def argmax(self, weights: IntegerWeights, x: Activation, width: int) -> Tensor | None:
+        assert weights.packed is not None
+        return self.kernels.linear_argmax(x, weights.packed, width) if isinstance(x, Quantized) else None
+
+    @override
     def tensors(self, weights: IntegerWeights) -> list[Tensor]:
         return [] if weights.packed is None else weights.packed.tensors()
 

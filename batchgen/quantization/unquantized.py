@@ -63,6 +63,11 @@ class Unquantized(LinearMethod):
         return self.kernels.linear(x.dense() if isinstance(x, Quantized) else x, weights.packed, out)
 
     @override
+    def argmax(self, weights: FloatWeights, x: Activation, width: int) -> Tensor | None:
+        assert weights.packed is not None
+        return None if isinstance(x, Quantized) else self.kernels.linear_argmax(x, weights.packed, width)
+
+    @override
     def tensors(self, weights: FloatWeights) -> list[Tensor]:
         return [] if weights.packed is None else weights.packed.tensors()
 

@@ -25,6 +25,7 @@ class DrawRows:
         known: the rules of each.
         positions: [R] int64, of the tokens that are drawn.
         is_plain: whether every row asks for a token and nothing else, from its logits as they are.
+        is_greedy: whether every row takes the largest logit.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class DrawRows:
         self._special_until = special_until
         # `uniform` is that of another step, or of no draw.
         self._draws = draws
-        self._is_greedy = not bool(draws.temperature.any())
+        self.is_greedy = not bool(draws.temperature.any())
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow], known: Sequence[RowRules]) -> "DrawRows":
@@ -137,7 +138,7 @@ class DrawRows:
     def draws(self, is_replaced: Tensor | None = None) -> Draws:
         """How the kernels draw them; see `Draws.is_replaced`."""
         # A greedy row looks at no random number.
-        if self._is_greedy and is_replaced is None:
+        if self.is_greedy and is_replaced is None:
             return self._draws
         uniform = torch.from_numpy(uniforms_at(self._states, self.positions))
         return replace(self._draws, uniform=uniform, is_replaced=is_replaced)

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from batchgen.kernels.backend import OPERATIONS, KernelBackend, OpShape, PackedLinear
-from batchgen.kernels.cpu import attention, elementwise, int8, linear, sampling
+from batchgen.kernels.cpu import attention, elementwise, greedy, int8, linear, sampling
 from batchgen.kernels.cpu.calls import Calls, CpuProgram
 from batchgen.kernels.cpu.library import Library, load
 from batchgen.kernels.cpu.memory import Arena
@@ -75,6 +75,10 @@ class CpuBackend(KernelBackend):
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
         assert isinstance(packed, linear.CpuLinear)
         return linear.linear(self.calls, x, packed, out)
+
+    @override
+    def linear_argmax(self, x: Tensor | Quantized, packed: PackedLinear, width: int) -> Tensor:
+        return greedy.linear_argmax(self.calls, x, packed, width)
 
     @override
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> PackedLinear:

@@ -11,6 +11,9 @@
     X(attention_shared) \
     X(attention_own) \
     X(linear) \
+    X(greedy_linear) \
+    X(greedy_linear_int8) \
+    X(greedy_pick) \
     X(gather_packed) \
     X(gather_rows) \
     X(rms_norm) \
