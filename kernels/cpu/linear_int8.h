@@ -10,6 +10,7 @@
 
 #include <string.h>
 
+#include "amx.h"
 #include "op.h"
 #include "simd.h"
 
@@ -74,8 +75,5 @@ int int8_region_amx(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t p
  * scratch. Returns 0 or an error code. */
 int linear_int8_panels(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end, float *out,
                        int64_t out_stride);
-
-/* Whether this process may use AMX: built for it, and the system lets it. */
-int amx_is_usable(void);
 
 #endif

@@ -4,13 +4,13 @@
  * the last tiles overlap the ones before and compute some rows again, to the same bits. */
 #include "linear_int8.h"
 
-#if defined(__AMX_INT8__) && defined(__linux__)
+#if HAS_AMX
 #include <cpuid.h>
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define TILE_BYTES 1024
+#define TALL 8 /* tiles of rows from which on output is fetched ahead */
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
 
@@ -33,12 +33,6 @@ int amx_is_usable(void) {
     return found == 2;
 }
 
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} __attribute__((aligned(64))) TileConfig;
-
 /* What four tiles of sums hold: one tile of rows by 4 panels; two tiles of rows by 2 panels; or high and low bytes of one
  * tile of rows by 2 panels. */
 enum { ONE_TILE, TWO_TILES, TWO_PLANES };
@@ -50,8 +44,7 @@ static void configure(int64_t rows, int kind) {
         config.row_bytes[t] = 64;
         config.rows[t] = t > 5 || (t == 5 && kind == ONE_TILE) ? 16 : (uint8_t)rows;
     }
-    __asm__ volatile("" : : "r"(&config) : "memory"); /* GCC 12 takes only the first 8 bytes for read */
-    _tile_loadconfig(&config);
+    load_tile_config(&config);
 }
 
 /* Four tiles of sums that are not floats yet. They are finished one by one while the next block is multiplied: the tile
@@ -106,10 +99,16 @@ INLINE void two_tiles(const int8_t *x, const int8_t *y, int64_t stride, const in
     }
 }
 
+/* Has the lines fetched that a tile of sums will go to. */
+INLINE void expect(const LinearInt8 *p, int64_t row, int64_t rows, int64_t panel) {
+    const float *out = p->out + row * p->out_stride + panel * PANEL;
+    for (int64_t i = 0; i < rows; i++, out += p->out_stride) _mm_prefetch(out, _MM_HINT_T1);
+}
+
 /* Multiplies a block of `rows` rows a tile, those at `row` and `second`, by some panels, and finishes meanwhile what
  * `block` holds. From `ahead` on, `lines` cache lines for each step of K are fetched into the L2 cache. */
 INLINE void multiply(const LinearInt8 *p, Block *block, int64_t row, int64_t second, int64_t rows, int64_t panel,
-                     const int8_t *ahead, int64_t lines, const int kind, const int panels) {
+                     const int8_t *ahead, int64_t lines, int is_tall, const int kind, const int panels) {
     const int8_t *x = p->values + row * p->stride, *w = p->packed + panel * PANEL * p->depth;
     const int8_t *y = kind == TWO_PLANES ? x + p->depth : p->values + second * p->stride;
     int64_t next = PANEL * p->depth, stride = p->stride, steps = p->depth / 64, step = 0;
@@ -124,6 +123,8 @@ INLINE void multiply(const LinearInt8 *p, Block *block, int64_t row, int64_t sec
             for (int64_t line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
         }
         finish(p, block, tile, kind);
+        /* Many rows of output do not stay in the L2 cache from one step to the next. */
+        if (kind == TWO_TILES && is_tall && tile % 2 < panels) expect(p, tile < 2 ? row : second, rows, panel + tile % 2);
     }
     _tile_stored(0, block->sums[0], 64);
     _tile_stored(1, block->sums[1], 64);
@@ -135,11 +136,11 @@ INLINE void multiply(const LinearInt8 *p, Block *block, int64_t row, int64_t sec
 
 /* As above, for any number of panels that fits. */
 INLINE void multiply_some(const LinearInt8 *p, Block *block, int64_t row, int64_t second, int64_t rows, int64_t panel,
-                          int64_t panels, const int8_t *ahead, int64_t lines, const int kind) {
-    if (panels == 1) multiply(p, block, row, second, rows, panel, ahead, lines, kind, 1);
-    else if (panels == 2) multiply(p, block, row, second, rows, panel, ahead, lines, kind, 2);
-    else if (panels == 3) multiply(p, block, row, second, rows, panel, ahead, lines, kind, 3);
-    else multiply(p, block, row, second, rows, panel, ahead, lines, kind, 4);
+                          int64_t panels, const int8_t *ahead, int64_t lines, int is_tall, const int kind) {
+    if (panels == 1) multiply(p, block, row, second, rows, panel, ahead, lines, is_tall, kind, 1);
+    else if (panels == 2) multiply(p, block, row, second, rows, panel, ahead, lines, is_tall, kind, 2);
+    else if (panels == 3) multiply(p, block, row, second, rows, panel, ahead, lines, is_tall, kind, 3);
+    else multiply(p, block, row, second, rows, panel, ahead, lines, is_tall, kind, 4);
 }
 
 INLINE void region_of(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end, const int kind) {
@@ -155,7 +156,7 @@ INLINE void region_of(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t
             int64_t first = min_of(row + t * rows, row_end - rows), second = min_of(row + (t + 1) * rows, row_end - rows);
             const int8_t *ahead = p->packed + (n + panels) * panel_bytes + t / together * lines * (p->depth / 64) * 64;
             int64_t fetched = n + 2 * panels <= panel_end ? lines : 0;
-            multiply_some(p, &block, first, second, rows, n, width, ahead, fetched, kind);
+            multiply_some(p, &block, first, second, rows, n, width, ahead, fetched, tiles >= TALL, kind);
         }
     }
     for (int tile = 0; tile < 4; tile++) finish(p, &block, tile, kind);

@@ -41,7 +41,7 @@ INLINE Sum dot(Sum sum, Group x, const int8_t *w, int v) {
 INLINE Sum no_sum(void) { return _mm512_setzero_si512(); }
 #else
 #define DOT_NAME "AVX-VNNI"
-#define ROWS 6
+#define ROWS 5
 #define PANELS 1
 #define VECTORS 2
 typedef __m256i Sum;

@@ -26,7 +26,10 @@ INLINE void tile(const Value *x, int64_t depth, const int8_t *w, int64_t panel_b
                 for (int v = 0; v < VECTORS; v++) sum[i][n][v] = dot(sum[i][n][v], group, w + n * panel_bytes, v);
         }
     }
+    /* Unrolled like the rest, or the sums live in memory. */
+#pragma GCC unroll 8
     for (int i = 0; i < m; i++)
+#pragma GCC unroll 4
         for (int n = 0; n < panels; n++) sums_of(sum[i][n], sums[i][n]);
 }
 
@@ -45,7 +48,10 @@ static void tile_of(int m, int panels, const Value *x, int64_t depth, const int8
         ROW_CASES(2)
 #endif
 #if ROWS > 2
-        ROW_CASES(3) ROW_CASES(4) ROW_CASES(5) ROW_CASES(6)
+        ROW_CASES(3) ROW_CASES(4) ROW_CASES(5)
+#endif
+#if ROWS > 5
+        ROW_CASES(6)
 #endif
     }
 #undef CASE
