@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from batchgen.errors import DeviceError
+from batchgen.kernels.cpu.build import isa_cap
 from batchgen.version import __version__
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -100,12 +101,17 @@ def environment(
         "kv_cache_dtype": kv_dtype,
         "kernels": backends,
         "threads": str(torch.get_num_threads()),
-        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "instruction_set": _instruction_set(),
         "machine": platform.machine(),
     }
     if device.type == "cuda":
         described["gpu"] = torch.cuda.get_device_name(device)
     return described
+
+
+def _instruction_set() -> str:
+    widest, cap = torch.backends.cpu.get_cpu_capability(), isa_cap()
+    return widest if cap is None else f"{widest}, kernels up to {cap}"
 
 
 def _meminfo(key: str) -> int:

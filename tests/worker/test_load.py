@@ -1,6 +1,7 @@
 """load_executor: from an EngineConfig to tokens; what is decided, what is refused."""
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from batchgen.engine.scheduler_output import DrawRules, SamplingRow, ScheduledSequence, SchedulerOutput
 from batchgen.errors import CapacityError, ConfigError, EngineError, UnsupportedModelError
+from batchgen.kernels.cpu.build import ISA_CAPS, ISA_VARIABLE
 from batchgen.sampling_params import SamplingParams
 from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_gguf
+from batchgen.worker.device import environment
 
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = [random_ids(count, seed=count, vocab_size=256) for count in (5, 17, 40)]
@@ -69,6 +72,17 @@ def test_every_auto_is_decided_with_a_reason(folder: Path, load: Any) -> None:
         assert any(text.startswith(f"{name}=") and "(" in text for text in info.decisions), name
     assert {"torch", "batchgen", "dtype", "threads", "kernels", "instruction_set"} <= set(info.environment)
     json.dumps(info.resolved)
+
+
+def test_the_environment_names_the_widest_instructions_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> str:
+        return environment(torch.device("cpu"), "float32", None, "float32", "cpu")["instruction_set"]
+
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+    assert found() == torch.backends.cpu.get_cpu_capability()
+    for caps in ISA_CAPS.get(platform.machine(), {}):
+        monkeypatch.setenv(ISA_VARIABLE, caps)
+        assert found().endswith(f", kernels up to {caps}")
 
 
 def test_what_is_given_is_no_decision(folder: Path, load: Any) -> None:
