@@ -13,7 +13,8 @@ from benchmarks.kernels import bench_attention, bench_linear, bench_swap
 torch.set_num_threads(1)
 bench_linear.BEYOND_CACHES_BYTES, bench_attention.LAYERS = 1 << 20, 2
 linear = bench_linear.measure(64, 96, rows=3, repeats=2)
-assert set(linear) == {"batchgen", "F.linear", "oneDNN reordered"}, linear
+names = {"batchgen", "F.linear", "oneDNN reordered", "batchgen int8", "batchgen 16 bits", "_int_mm"}
+assert set(linear) >= names, linear
 case = AttentionCase(name="small", query_lens=[2, 2], seq_lens=[40, 40], head_dim=32)
 attention, num_bytes = bench_attention.measure(case, repeats=2)
 assert num_bytes == 2 * 4 * 2 * 40 * 2 * 32
