@@ -100,4 +100,4 @@ class Int8(LinearMethod):
         return [] if weights.packed is None else weights.packed.tensors()
 
     def _quantize(self, x: Tensor, bits: int) -> Quantized:
-        return self.kernels.quantize(x, Quantized.empty(*x.shape, bits, x.device))
+        return self.kernels.quantize(x, Quantized.empty(x.shape[0], x.shape[1], bits, x.device))
