@@ -8,7 +8,7 @@
 
 /* What is multiplied at once: a whole number of panels of both products. */
 #define COLUMNS 256
-#define GROUP_ROWS 64
+#define GROUP_ROWS 128
 
 /* A row's largest value so far, the lowest column that has it, and whether any value is no number. */
 typedef struct {
