@@ -138,7 +138,7 @@ static int64_t first_chunk(const Item *item) { return item->first / CHUNK * CHUN
 
 /* Takes an item's rows through its tokens, and fetches the beginning of `next` (NULL: none) meanwhile. */
 static void walk(const Attention *a, const Cache *cache, const Item *item, const Item *next, const Scratch *scratch) {
-    int rows = (int)item->rows, is_thin = rows <= THIN_ROWS;
+    int rows = (int)item->rows;
     load_rows(a, cache, item, scratch);
     Units units, ahead;
     memset(&ahead, 0, sizeof ahead);
@@ -152,7 +152,7 @@ static void walk(const Attention *a, const Cache *cache, const Item *item, const
         else if (next)
             find_units(a->plan, cache, next, first_chunk(next), &ahead);
         int from = (int)at_least(item->first - start, 0), to = (int)at_most(item->end - start, CHUNK);
-        walk_chunk(a, cache, scratch, rows, &units, is_thin ? &ahead : &units, start, from, to);
+        walk_chunk(a, cache, scratch, rows, &units, &ahead, start, from, to);
     }
     if (item->members)
         keep_rows(a->plan, cache, scratch, rows);

@@ -39,29 +39,36 @@ INLINE vi round_to_int(vf x) {
 /* Writes a row's query as integers. */
 static void quantize_query(const Scratch *scratch, int64_t row, const float *query, int64_t dim, float scale) {
     int64_t padded = padded_dim(dim);
-    float most = 0, bad = 0, *x = scratch->wide;
-    int32_t *whole = (int32_t *)scratch->wide, total = 0;
-    for (int64_t d = 0; d < dim; d++) {
-        float size = fabsf(query[d]);
-        most = size > most ? size : most;
-        bad += query[d] * 0.0f; /* NaN for what is not finite */
-        x[d] = query[d];
+    float *x = scratch->wide;
+    int32_t *whole = (int32_t *)scratch->wide;
+    vf most = vf_set1(0.0f), zero = vf_set1(0.0f);
+    vi total = vi_set1(0);
+    memset(x + dim, 0, (size_t)(padded - dim) * 4);
+    memcpy(x, query, (size_t)dim * 4);
+    for (int64_t d = 0; d < padded; d += VW) {
+        vf at = vf_load(x + d);
+        most = vf_max(most, vf_max(at, -at));
+        zero = zero + at * vf_set1(0.0f); /* NaN for what is not finite */
     }
-    for (int64_t d = dim; d < padded; d++) x[d] = 0;
-    float inverse = most > 0 && bad == 0 ? QUERY_LEVEL / most : 0;
+    float top = vf_max_lane(most), bad = 0;
+    for (int v = 0; v < VW; v++) bad += zero[v];
+    float inverse = top > 0 && bad == 0 ? QUERY_LEVEL / top : 0;
     /* Of numbers near the smallest there are the inverse is infinite. */
     if (!(inverse < INFINITY)) inverse = 0;
     for (int64_t d = 0; d < padded; d += VW) {
         vf at = vf_load(x + d) * vf_set1(inverse);
         at = vf_select(at > vf_set1(QUERY_LEVEL), vf_set1(QUERY_LEVEL), at);
         at = vf_select(at < vf_set1(-QUERY_LEVEL), vf_set1(-QUERY_LEVEL), at);
-        *(vi_unaligned *)(whole + d) = round_to_int(at);
+        vi rounded = round_to_int(at);
+        total = total + rounded;
+        *(vi_unaligned *)(whole + d) = rounded;
     }
-    for (int64_t d = 0; d < padded; d++) total = (int32_t)((uint32_t)total + (uint32_t)whole[d]);
+    uint32_t excess = 0;
+    for (int v = 0; v < VW; v++) excess += (uint32_t)total[v] * KEY_OFFSET;
     int8_t *planes = scratch->planes + row * 2 * padded;
     split_factors(whole, padded, 1, planes, planes + padded);
-    scratch->excess[row] = (int32_t)((uint32_t)total * KEY_OFFSET);
-    scratch->factor[row] = most / QUERY_LEVEL * scale + bad;
+    scratch->excess[row] = (int32_t)excess;
+    scratch->factor[row] = top / QUERY_LEVEL * scale + bad;
 }
 
 /* Integer scores of `m` rows against `n` units of keys. */
@@ -215,21 +222,20 @@ static float load_scales(const Cache *cache, const Scratch *scratch, const Units
     return found;
 }
 
-/* Turns one row's integer scores of units [first, end) into integer weights. The row sees tokens [low, high) of the chunk;
- * `most` is the largest value scale if it sees all that is there. */
-INLINE void int8_weigh(const Scratch *scratch, int row, int first, int end, int64_t low, int64_t high, float most,
+/* Turns one row's integer scores of a chunk into integer weights. The row sees tokens [low, high) of the chunk; `most` is
+ * the largest value scale if it sees all CHUNK. With `is_split` the sums are of high bytes and, AMX_SUMS on, of low ones. */
+INLINE void int8_weigh(const Scratch *scratch, int row, const int32_t *sums, int64_t low, int64_t high, float most,
                        float soft_cap, const int is_whole, const int is_split) {
-    const int32_t *sums = (const int32_t *)scratch->score + row * CHUNK, *sums_high = scratch->high + row * CHUNK;
     vf score[CHUNK / VW], level[CHUNK / VW], highest = vf_set1(-INFINITY), widest = vf_set1(0.0f);
     vf factor = vf_set1(scratch->factor[row]);
 #pragma GCC unroll 16
-    for (int v = first * VU; v < end * VU; v++) {
+    for (int v = 0; v < CHUNK / VW; v++) {
         int t = v * VW;
         vi whole = load_words(sums + t);
-        if (is_split) whole = dot_total(load_words(sums_high + t), whole) - vi_set1(scratch->excess[row]);
-        vf s = __builtin_convertvector(whole, vf) * vf_load(scratch->key_scale + t) * factor;
-        if (soft_cap > 0) s = vf_tanh(s / vf_set1(soft_cap)) * vf_set1(soft_cap * LOG2_E);
+        if (is_split) whole = dot_total(whole, load_words(sums + AMX_SUMS + t)) - vi_set1(scratch->excess[row]);
+        vf s = __builtin_convertvector(whole, vf) * vf_load(scratch->key_scale + t);
         if (!is_whole) {
+            if (soft_cap > 0) s = vf_tanh(s * factor / vf_set1(soft_cap)) * vf_set1(soft_cap * LOG2_E);
             vi token = vi_lanes() + vi_set1(t);
             vi is_seen = (token >= vi_set1((int32_t)low)) & (token < vi_set1((int32_t)high));
             s = vf_select(is_seen, s, vf_set1(-INFINITY));
@@ -239,7 +245,9 @@ INLINE void int8_weigh(const Scratch *scratch, int row, int first, int end, int6
         highest = vf_max(highest, s);
         score[v] = s;
     }
-    float top = vf_max_lane(highest), before = scratch->top[row], shrink = 1.0f;
+    if (!is_whole && soft_cap > 0) factor = vf_set1(1.0f);
+    float top = vf_max_lane(highest) * factor[0], before = scratch->top[row], shrink = 1.0f;
+    if (!is_whole && high <= low) top = -INFINITY;
     if (before >= top) {
         top = before;
     } else {
@@ -248,22 +256,23 @@ INLINE void int8_weigh(const Scratch *scratch, int row, int first, int end, int6
     }
     if (!is_whole) most = vf_max_lane(widest);
     scratch->shrink[row] = shrink;
-    scratch->level[row] = most / WEIGHT_LEVEL;
+    scratch->level[row] = most * (1.0f / WEIGHT_LEVEL);
     float inverse = is_whole ? 1.0f : level_of(most);
     vi weight[CHUNK / VW];
-#pragma GCC unroll 16
-    for (int v = 0; v < CHUNK / VW; v++)
-        if (v < first * VU || v >= end * VU) weight[v] = vi_set1(0);
     vf *total = scratch->total + row * VU, sum[VU];
     for (int v = 0; v < VU; v++) sum[v] = total[v] * vf_set1(shrink);
 #pragma GCC unroll 16
-    for (int v = first * VU; v < end * VU; v++) {
-        vf w = vf_exp2(score[v] - vf_set1(top), 1);
-        /* Nothing seen yet: infinity less itself. */
-        if (!is_whole && top == -INFINITY) w = vf_set1(0.0f);
-        sum[v % VU] = sum[v % VU] + w;
+    for (int v = 0; v < CHUNK / VW; v++) {
+        /* A sum that is rounded once may come out a little above 0; splitting bounds the weight. */
+        vf w = vf_exp2(vf_fma(score[v], factor, vf_set1(-top)), 1);
         vf counts = vf_load(scratch->value_level + v * VW);
-        if (!is_whole) counts = level[v] * vf_set1(inverse);
+        if (!is_whole) {
+            vi token = vi_lanes() + vi_set1(v * VW);
+            vi is_seen = (token >= vi_set1((int32_t)low)) & (token < vi_set1((int32_t)high));
+            w = vf_select(is_seen, w, vf_set1(0.0f));
+            counts = level[v] * vf_set1(inverse);
+        }
+        sum[v % VU] = sum[v % VU] + w;
         weight[v] = round_to_int(w * counts);
     }
     for (int v = 0; v < VU; v++) total[v] = sum[v];
@@ -271,41 +280,65 @@ INLINE void int8_weigh(const Scratch *scratch, int row, int first, int end, int6
     split_64(weight, weights, weights + CHUNK);
 }
 
-/* How the rows of a chunk are weighed. */
-INLINE void int8_weigh_rows(const Scratch *scratch, int rows, int64_t start, int from, int to, int64_t window,
-                            float soft_cap, float most, const int is_split) {
-    int first = from / UNIT, end = (to + UNIT - 1) / UNIT;
-    for (int row = 0; row < rows; row++) {
-        int64_t at = scratch->position[row] - start, low = at_least(window ? at - window + 1 : 0, from);
-        int64_t high = at_most(at + 1, to);
-        if (low > first * UNIT || high < end * UNIT || soft_cap > 0)
-            int8_weigh(scratch, row, first, end, low, high, most, soft_cap, 0, is_split);
-        else if (end - first < CHUNK_UNITS)
-            int8_weigh(scratch, row, first, end, low, high, most, 0, 1, is_split);
-        else
-            int8_weigh(scratch, row, 0, CHUNK_UNITS, low, high, most, 0, 1, is_split);
-    }
+/* A chunk of an item: tokens [from, to) of it, and what its rows see. */
+typedef struct {
+    int64_t start, window;
+    int from, to;
+    float soft_cap, most;
+} Stretch;
+
+INLINE void int8_weigh_row(const Scratch *scratch, const Stretch *stretch, int row, const int32_t *sums,
+                           const int is_split) {
+    int64_t at = scratch->position[row] - stretch->start;
+    int64_t low = at_least(stretch->window ? at - stretch->window + 1 : 0, stretch->from);
+    int64_t high = at_most(at + 1, stretch->to);
+    if (low > 0 || high < CHUNK || stretch->soft_cap > 0)
+        int8_weigh(scratch, row, sums, low, high, stretch->most, stretch->soft_cap, 0, is_split);
+    else
+        int8_weigh(scratch, row, sums, low, high, stretch->most, 0, 1, is_split);
 }
 
-/* One chunk of an item: tokens [from, to) of it. */
+#if HAS_AMX_ATTENTION
+static void amx_chunk(const Cache *cache, const Scratch *scratch, int rows, const Units *units, const Units *ahead,
+                      const Stretch *stretch) {
+    int first = stretch->from / UNIT, end = (stretch->to + UNIT - 1) / UNIT;
+    for (int unit = first; unit < end; unit++)
+        for (int64_t at = 0; at < cache->value_dim * UNIT; at += 64) {
+            if (at < cache->head_dim * UNIT) __builtin_prefetch(ahead->keys[unit] + at / 64 * cache->block_size * 4, 0, 2);
+            __builtin_prefetch(ahead->values[unit] + at, 0, 2);
+        }
+    copy_values(cache, scratch, units, first, end);
+    /* One tile of rows after the other, so that all of it stays in the nearest cache. */
+    for (int row = 0; row < rows; row += AMX_ROWS) {
+        int count = rows - row < AMX_ROWS ? rows - row : AMX_ROWS;
+        amx_score_tile(cache, scratch, row, units, first, end, scratch->tile_sums);
+        for (int r = 0; r < count; r++) int8_weigh_row(scratch, stretch, row + r, scratch->tile_sums + r * CHUNK, 1);
+        for (int64_t d = 0; d < cache->value_dim; d += CHUNK) {
+            int64_t d_end = at_most(d + CHUNK, cache->value_dim);
+            amx_value_tile(scratch, row, d, d_end, scratch->tile_sums);
+            add_values(cache, scratch, row, count, d, d_end, scratch->tile_sums);
+        }
+    }
+}
+#endif
+
 static void int8_chunk(const Cache *cache, const Scratch *scratch, int rows, const Units *units, const Units *ahead,
                        int64_t start, int from, int to, int64_t window, float soft_cap) {
     int first = from / UNIT, end = (to + UNIT - 1) / UNIT;
-    float most = load_scales(cache, scratch, units, from, to);
+    Stretch stretch = {start, window, from, to, soft_cap, load_scales(cache, scratch, units, from, to)};
     for (int u = first; u < end; u++) {
         __builtin_prefetch(ahead->scales[u], 0, 2);
         __builtin_prefetch(ahead->scales[u] + cache->block_size, 0, 2);
     }
 #if HAS_AMX_ATTENTION
     if (scratch->use_amx && rows > INT_ROWS) {
-        amx_scores(cache, scratch, rows, units, ahead, first, end);
-        int8_weigh_rows(scratch, rows, start, from, to, window, soft_cap, most, 1);
-        amx_values(cache, scratch, rows, units, ahead, first, end);
+        amx_chunk(cache, scratch, rows, units, ahead, &stretch);
         return;
     }
 #endif
     int8_scores(cache, scratch, rows, units, ahead, first, end);
-    int8_weigh_rows(scratch, rows, start, from, to, window, soft_cap, most, 0);
+    for (int row = 0; row < rows; row++)
+        int8_weigh_row(scratch, &stretch, row, (const int32_t *)scratch->score + row * CHUNK, 0);
     int8_values(cache, scratch, rows, units, ahead, first, end);
 }
 
@@ -322,7 +355,7 @@ static void lay_out_int8(const Cache *cache, Scratch *scratch, int64_t rows, cha
     scratch->value_level = part(memory, used, CHUNK * 4);
 #if HAS_AMX_ATTENTION
     scratch->use_amx = amx_is_usable() && keys_fill_tiles(cache);
-    scratch->high = part(memory, used, rows * CHUNK * 4);
+    scratch->tile_sums = part(memory, used, 2 * AMX_SUMS * 4);
     scratch->values = part(memory, used, cache->value_dim * CHUNK);
 #endif
 }

@@ -41,7 +41,7 @@ typedef struct {
     float *factor, *level;            /* [rows]: of integer scores; of integer sums of values */
     float *key_scale, *value_scale;   /* [CHUNK]: of this chunk's tokens */
     float *value_level;               /* [CHUNK]: scales of values as levels of weights, for rows that see all of it */
-    int32_t *high;                    /* [rows, CHUNK]: with AMX, sums of high bytes; those of low bytes are scores */
+    int32_t *tile_sums;               /* [2, AMX_SUMS]: with AMX, sums of high bytes, of low bytes */
     int8_t *values;                   /* [value_dim * CHUNK]: with AMX, the chunk's values as tiles */
     int use_amx;
 } Scratch;

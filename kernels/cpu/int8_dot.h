@@ -96,13 +96,14 @@ static inline void split_factors(const int32_t *factors, int64_t n, const int is
 #endif
 }
 
-/* The same for 64 factors 0 to 32767, but in another order of the groups of four: group q goes to factor_place(q). */
+/* The same for 64 factors of 0 or more, of which none comes out above 32767, but in another order of the groups of four:
+ * group q goes to factor_place(q). */
 #if DOT_BYTES && VW == 16
 INLINE int factor_place(int q) { return q % 4 * 4 + q / 4; }
 
 INLINE void split_64(const vi *factors, int8_t *first, int8_t *second) {
-    __m512i a = _mm512_packus_epi32((__m512i)factors[0], (__m512i)factors[1]);
-    __m512i b = _mm512_packus_epi32((__m512i)factors[2], (__m512i)factors[3]), low = _mm512_set1_epi16(255);
+    __m512i a = _mm512_packs_epi32((__m512i)factors[0], (__m512i)factors[1]);
+    __m512i b = _mm512_packs_epi32((__m512i)factors[2], (__m512i)factors[3]), low = _mm512_set1_epi16(255);
     _mm512_storeu_si512(first, _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)));
     _mm512_storeu_si512(second, _mm512_packus_epi16(_mm512_and_si512(a, low), _mm512_and_si512(b, low)));
 }
@@ -111,7 +112,10 @@ INLINE int factor_place(int q) { return q; }
 
 INLINE void split_64(const vi *factors, int8_t *first, int8_t *second) {
     int32_t plain[64];
-    for (int v = 0; v < 64 / VW; v++) *(vi_unaligned *)(plain + v * VW) = factors[v];
+    for (int v = 0; v < 64 / VW; v++) {
+        vi is_high = factors[v] > vi_set1(32767);
+        *(vi_unaligned *)(plain + v * VW) = (factors[v] & ~is_high) | (vi_set1(32767) & is_high);
+    }
     split_factors(plain, 64, 0, first, second);
 }
 #endif
