@@ -126,14 +126,16 @@ class Sitting:
 def save(sitting: Sitting, cases: list[Case], args: argparse.Namespace) -> None:
     """A line for each cell that ran."""
     by_name = {case.name: case for case in cases}
+    model = (args.folder / "model.txt").read_text(encoding="utf-8").strip()
     for group in groups(sitting.ordered()).values():
         times = ratio(group)
         for cell in group:
             if not cell.rates:
                 continue
             case, facts = by_name[cell.case], sitting.facts[cell.column, cell.engine]
-            about = {"column": cell.column, "case": cell.case, "engine": cell.engine, "n": len(case.requests)}
-            about |= {"generated": case.generated, "threads": args.threads, "kv_gib": args.kv_gib}
+            about = {"model": model, "column": cell.column, "case": cell.case, "engine": cell.engine}
+            about |= {"n": len(case.requests), "generated": case.generated}
+            about |= {"threads": args.threads, "kv_gib": args.kv_gib}
             measured = {
                 "tokens_per_s": record.spread(cell.rates),
                 "rounds": [round(rate, 2) for rate in cell.rates],

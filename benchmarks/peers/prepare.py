@@ -10,6 +10,7 @@ or starts from:
     w8a8/              int8 weights with a scale for each output, activations quantized as they come  (vLLM)
     f32.gguf f16.gguf q8_0.gguf                                    (llama.cpp, and OpenVINO's source)
     ov-f16/ ov-q8_0/   OpenVINO's own files, with --openvino
+    model.txt          what all of it was made from, for the results
 """
 
 import argparse
@@ -148,6 +149,7 @@ def main() -> None:
             f"{args.model} is no GGUF file; a model folder can be made one by llama.cpp's converter"
         )
     args.folder.mkdir(parents=True, exist_ok=True)
+    (args.folder / "model.txt").write_text(args.model.rsplit("/", 1)[-1] + "\n", encoding="utf-8")
     make_hf(source, args.folder / "hf")
     make_w8a8(args.folder / "hf", args.folder / "w8a8")
     for kind in KINDS:
