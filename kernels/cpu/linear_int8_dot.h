@@ -58,12 +58,9 @@ INLINE Sum no_sum(void) { return _mm256_setzero_si256(); }
 #endif
 INLINE void sums_of(const Sum *sum, int32_t *to) { memcpy(to, sum, PANEL * 4); }
 
-#elif defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+#elif defined(__ARM_NEON) && defined(__aarch64__)
 /* Both signed: low bytes are moved down by 128, and 128 times the weights added again. */
-#define DOT_NAME "NEON dot products"
-#define ROWS 6
 #define PANELS 1
-#define VECTORS 4
 typedef int8_t Value;
 #define HIGH_SHIFT 0
 #define LOW_SHIFT 128
@@ -78,12 +75,28 @@ INLINE Group group_of(const Value *x) {
     memcpy(&four, x, 4);
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
-INLINE Sum dot(Sum sum, Group x, const int8_t *w, int v) { return vdotq_s32(sum, vld1q_s8(w + 16 * v), x); }
 INLINE Sum no_sum(void) { return vdupq_n_s32(0); }
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#define DOT_NAME "NEON dot products"
+#define ROWS 6
+#define VECTORS 4
+INLINE Sum dot(Sum sum, Group x, const int8_t *w, int v) { return vdotq_s32(sum, vld1q_s8(w + 16 * v), x); }
 INLINE void sums_of(const Sum *sum, int32_t *to) { memcpy(to, sum, PANEL * 4); }
+#else
+/* Products of 16 bits, added in pairs. */
+#define DOT_NAME "NEON"
+#define ROWS 2
+#define VECTORS 8
+#define SUMS_ARE_PAIRS
+INLINE Sum dot(Sum sum, Group x, const int8_t *w, int v) {
+    return vpadalq_s16(sum, vmull_s8(vld1_s8(w + 8 * v), vget_low_s8(x)));
+}
+#endif
 
 #else
-/* Widened to 16 bits: pairs of products are added into lanes of 32, two for each column. */
+/* Widened to 16 bits; products are added in pairs. */
+#define SUMS_ARE_PAIRS
 typedef int16_t Value;
 #define HIGH_SHIFT 0
 #define LOW_SHIFT 0
@@ -142,19 +155,6 @@ INLINE Sum dot(Sum sum, Group x, const int8_t *w, int v) {
     return _mm_add_epi32(sum, _mm_madd_epi16(x, wide));
 }
 INLINE Sum no_sum(void) { return _mm_setzero_si128(); }
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-#define DOT_NAME "NEON, 16 bits"
-#define ROWS 2
-#define VECTORS 8
-typedef int32x4_t Sum;
-typedef int16x4_t Group;
-INLINE Group group_of(const Value *x) { return vld1_s16(x); }
-INLINE Sum dot(Sum sum, Group x, const int8_t *w, int v) {
-    int16x8_t wide = vmovl_s8(vld1_s8(w + 8 * v));
-    int32x4_t left = vmull_s16(vget_low_s16(wide), x), right = vmull_s16(vget_high_s16(wide), x);
-    return vaddq_s32(sum, vpaddq_s32(left, right));
-}
-INLINE Sum no_sum(void) { return vdupq_n_s32(0); }
 #else
 #define DOT_NAME "plain C"
 #define ROWS 1
@@ -169,6 +169,10 @@ INLINE Sum dot(Sum sum, Group x, const int8_t *w, int v) {
 INLINE Sum no_sum(void) { return 0; }
 #endif
 
+#endif
+
+#ifdef SUMS_ARE_PAIRS
+/* Two lanes for each column. */
 INLINE void sums_of(const Sum *sum, int32_t *to) {
     int32_t pairs[2 * PANEL];
     memcpy(pairs, sum, sizeof pairs);
