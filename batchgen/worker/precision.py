@@ -57,6 +57,9 @@ def decide_quantization(
 
 def decide_kv_dtype(given: str, dtype: str, quantization: str | None, decisions: Decisions) -> str:
     """The dtype of the KV cache, by name."""
+    if quantization == "int8":
+        reason = "its loss is small beside that of int8 weights"
+        return str(decisions.decide("kv_cache_dtype", given, "int8", reason))
     return str(decisions.decide("kv_cache_dtype", given, dtype, "as the activations"))
 
 

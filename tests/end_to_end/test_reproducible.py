@@ -29,6 +29,11 @@ class Row:
     params: SamplingParams
 
 
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
+
 # What may be different about a run without changing a byte: engine arguments, and what they must have caused.
 AXES: dict[str, tuple[dict[str, Any], str | None]] = {
     "three at a time": ({"max_num_seqs": 3}, None),
@@ -111,18 +116,31 @@ def run(
     return told, stats.choices, stats
 
 
+@dataclass(frozen=True)
+class Truth:
+    """Rows, what they gave all at once, and the engine arguments that say in which precision."""
+
+    rows: list[Row]
+    told: list[list[Any]]
+    precision: dict[str, Any]
+
+
 @pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "temperature 1"])
-def truth(request: pytest.FixtureRequest, model: Path) -> tuple[list[Row], list[list[Any]]]:
-    some = rows(request.param)
-    return some, run(model, some, max_num_seqs=64)[0]
+def some_rows(request: pytest.FixtureRequest) -> list[Row]:
+    return rows(request.param)
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
+def truth(request: pytest.FixtureRequest, model: Path, some_rows: list[Row]) -> Truth:
+    precision = PRECISIONS[request.param]
+    return Truth(some_rows, run(model, some_rows, max_num_seqs=64, **precision)[0], precision)
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_a_row_is_the_same_bytes(axis: str, model: Path, truth: tuple[list[Row], list[list[Any]]]) -> None:
-    some, expected = truth
+def test_a_row_is_the_same_bytes(axis: str, model: Path, truth: Truth) -> None:
     engine_args, must_have_happened = AXES[axis]
-    told, choices, stats = run(model, some, **engine_args)
-    assert told == expected
+    told, choices, stats = run(model, truth.rows, **engine_args, **truth.precision)
+    assert told == truth.told
     if must_have_happened == "drafts":
         assert stats.num_accepted_tokens > 0
         assert stats.num_draft_tokens > stats.num_accepted_tokens
@@ -130,33 +148,28 @@ def test_a_row_is_the_same_bytes(axis: str, model: Path, truth: tuple[list[Row],
         assert choices[must_have_happened] > 0
 
 
-def test_a_row_is_the_same_bytes_in_any_order(model: Path, truth: tuple[list[Row], list[list[Any]]]) -> None:
-    some, expected = truth
-    order = sorted(range(len(some)), key=lambda number: (number * 37) % len(some))
-    told, _, _ = run(model, [some[number] for number in order], max_num_seqs=7)
-    assert told == [expected[number] for number in order]
+def test_a_row_is_the_same_bytes_in_any_order(model: Path, truth: Truth) -> None:
+    order = sorted(range(NUM_ROWS), key=lambda number: (number * 37) % NUM_ROWS)
+    told, _, _ = run(model, [truth.rows[number] for number in order], max_num_seqs=7, **truth.precision)
+    assert told == [truth.told[number] for number in order]
 
 
-def test_a_row_is_the_same_bytes_alone(model: Path, truth: tuple[list[Row], list[list[Any]]]) -> None:
-    some, expected = truth
+def test_a_row_is_the_same_bytes_alone(model: Path, truth: Truth) -> None:
     for number in range(0, NUM_ROWS, 9):
-        told, _, _ = run(model, [some[number]])
-        assert told == [expected[number]]
+        told, _, _ = run(model, [truth.rows[number]], **truth.precision)
+        assert told == [truth.told[number]]
 
 
-def test_a_row_is_the_same_bytes_when_its_prompt_is_known(
-    model: Path, truth: tuple[list[Row], list[list[Any]]]
-) -> None:
-    some, expected = truth
-    with LLM(str(model), in_process=True, max_model_len=256) as llm:
-        prompts: Any = [{"prompt_token_ids": row.prompt} for row in some]
+def test_a_row_is_the_same_bytes_when_its_prompt_is_known(model: Path, truth: Truth) -> None:
+    with LLM(str(model), in_process=True, max_model_len=256, **truth.precision) as llm:
+        prompts: Any = [{"prompt_token_ids": row.prompt} for row in truth.rows]
         for _ in range(2):
-            outputs = llm.generate(prompts, [row.params for row in some], use_tqdm=False)
+            outputs = llm.generate(prompts, [row.params for row in truth.rows], use_tqdm=False)
             assert [[each.token_ids for each in output.outputs] for output in outputs] == [
-                [each[1] for each in samples] for samples in expected
+                [each[1] for each in samples] for samples in truth.told
             ]
         # The second time every full block of every prompt was there.
         assert all(
             output.num_cached_tokens >= (len(row.prompt) - 1) // BLOCK * BLOCK
-            for row, output in zip(some, outputs, strict=True)
+            for row, output in zip(truth.rows, outputs, strict=True)
         )

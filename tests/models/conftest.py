@@ -112,7 +112,9 @@ def _give_back(model: Decoder, table: list[int], num_computed: int, window: int 
             table[at] = -1
     for layer in model.layers:
         assert layer.kv is not None
-        layer.kv.data[gone] = float("nan")
+        data = layer.kv.data
+        # All bits set are a NaN too, where integers hold scales.
+        data[gone] = float("nan") if data.is_floating_point() else -1
     return gone
 
 
