@@ -15,9 +15,12 @@ if (_checkout / "kernels").is_dir() and (_checkout / "pyproject.toml").is_file()
 
 if TYPE_CHECKING:
     from batchgen.api.async_llm import AsyncLLM
+    from batchgen.api.bench import bench
+    from batchgen.api.bench_report import BenchReport
     from batchgen.api.jobs import run_job
     from batchgen.api.llm import LLM
     from batchgen.api.prompt_forms import TextPrompt, TokensPrompt
+    from batchgen.api.workload import MadeUp
     from batchgen.errors import BatchgenError
     from batchgen.outputs import (
         BeamSearchOutput,
@@ -43,10 +46,12 @@ _HOMES = {
     "BeamSearchOutput": "batchgen.outputs",
     "BeamSearchParams": "batchgen.sampling_params",
     "BeamSearchSequence": "batchgen.outputs",
+    "BenchReport": "batchgen.api.bench_report",
     "CompletionOutput": "batchgen.outputs",
     "FlatLogprobs": "batchgen.outputs",
     "LLM": "batchgen.api.llm",
     "Logprob": "batchgen.outputs",
+    "MadeUp": "batchgen.api.workload",
     "RepetitionDetectionParams": "batchgen.sampling_params",
     "RequestOutput": "batchgen.outputs",
     "RequestOutputKind": "batchgen.sampling_params",
@@ -56,6 +61,7 @@ _HOMES = {
     "TextPrompt": "batchgen.api.prompt_forms",
     "TokensPrompt": "batchgen.api.prompt_forms",
     "__version__": "batchgen.version",
+    "bench": "batchgen.api.bench",
     "run_job": "batchgen.api.jobs",
 }
 
@@ -66,9 +72,11 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "BenchReport",
     "CompletionOutput",
     "FlatLogprobs",
     "Logprob",
+    "MadeUp",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
@@ -78,6 +86,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "bench",
     "run_job",
 ]
 

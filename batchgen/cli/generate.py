@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from batchgen.cli.settings import parse_settings
 from batchgen.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def generate(
 ) -> None:
     """Generate text for one prompt. The text goes to standard output, all else to standard error."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    engine_args, given = _settings(settings or [])
+    engine_args, given = parse_settings(settings or [])
     flags: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     flags |= {"seed": seed, "max_tokens": max_tokens, "stop": stop or None, "n": n, "logprobs": logprobs}
     flags |= _beams(beam_width, n, temperature)
@@ -100,42 +101,6 @@ def generate(
             typer.echo(_shown(position or {}), err=True)
     if not quiet:
         _summarise(output, seconds)
-
-
-def _settings(settings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Engine arguments and sampling parameters from KEY=VALUE texts; the values in YAML, as in a job file."""
-    if not settings:
-        return {}, {}
-    from batchgen.jobs.yaml_file import parse_yaml
-
-    engine: dict[str, Any] = {}
-    sampling: dict[str, Any] = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {setting}: write it as key=value")
-        section, dot, key = name.strip().partition(".")
-        if not dot:
-            section, key = "engine", section
-        if section not in ("engine", "sampling"):
-            raise ConfigError(f"--set {setting}: there is engine.KEY and sampling.KEY here, not {section!r}")
-        _put(
-            sampling if section == "sampling" else engine,
-            key,
-            parse_yaml(value, f"--set {setting}").data,
-            setting,
-        )
-    return engine, sampling
-
-
-def _put(target: dict[str, Any], key: str, value: Any, setting: str) -> None:
-    """Set a key, or one inside a mapping: `structured_outputs.regex`."""
-    *outer, last = key.split(".")
-    for name in outer:
-        target = target.setdefault(name, {})
-        if not isinstance(target, dict):
-            raise ConfigError(f"--set {setting}: {name} is set to {target!r:.40} and has no keys")
-    target[last] = value
 
 
 def _beams(width: int | None, n: int | None, temperature: float | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from batchgen.cli import exit_codes
+from batchgen.cli.bench import bench
 from batchgen.cli.generate import generate
 from batchgen.cli.run import run
 from batchgen.cli.status import status
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(run)
 app.command()(status)
 app.command()(generate)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -172,7 +172,8 @@ class EngineProfile:
         num_steps, num_tokens, num_rows: steps, tokens computed, and rows of logits.
         ceilings: rate -> of this machine: float_ops, int8_ops and read_bytes a second; empty where they
             cannot be measured.
-        bound_s: the least seconds of matrix_products, attention_products and kv_reading on such a machine.
+        bound_s: the least seconds that matrix_products and attention take on such a machine, whatever the
+            kernels.
     """
 
     seconds: Mapping[str, float]

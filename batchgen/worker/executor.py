@@ -49,7 +49,8 @@ class ExecutorProfile:
         num_tokens: computed.
         num_rows: of logits.
         ceilings: of this machine; None where they cannot be measured.
-        bound_s: what takes time whatever the kernels are -> the least seconds of it; empty without ceilings.
+        bound_s: part -> the least seconds of it on this machine, whatever the kernels; empty without
+            ceilings.
     """
 
     seconds: Mapping[str, float]

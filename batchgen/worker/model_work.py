@@ -51,9 +51,10 @@ class _Products:
 class ModelWork:
     """The least that steps cost on a machine with given ceilings.
 
-    A step multiplies every weight with every row, and reads every weight once; whichever takes longer counts.
-    It reads each KV block once, however many of its sequences share that, and multiplies every query with
-    every key that it sees and their weights with the values.
+    A step multiplies every row by every weight, and reads every weight once. Its attention multiplies every
+    query by every key that it sees and sums as many values, and reads each KV block once, however many of its
+    sequences share that. Of operations and reading, whichever takes longer counts. The rest, elementwise work
+    and drawing, counts nothing.
     """
 
     windows: tuple[int | None, ...]
@@ -96,10 +97,7 @@ class ModelWork:
         num_bytes = self.layers.num_bytes + np.where(rows > 0, self.head.num_bytes, 0)
         products = self.layers.seconds(tokens, ceilings) + self.head.seconds(rows, ceilings)
         matrix = np.maximum(products, num_bytes / ceilings.read_bytes)
-        keys = sum(np.dot(step.num_keys, self.key_ops) for step in steps)
-        read = sum(np.dot(step.num_blocks, self.block_bytes) for step in steps)
-        return {
-            "matrix_products": float(matrix.sum()),
-            "attention_products": float(keys / ceilings.float_ops),
-            "kv_reading": float(read / ceilings.read_bytes),
-        }
+        key_ops = np.array([np.dot(step.num_keys, self.key_ops) for step in steps], dtype=np.float64)
+        read = np.array([np.dot(step.num_blocks, self.block_bytes) for step in steps], dtype=np.float64)
+        attention = np.maximum(key_ops / ceilings.float_ops, read / ceilings.read_bytes)
+        return {"matrix_products": float(matrix.sum()), "attention": float(attention.sum())}

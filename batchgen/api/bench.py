@@ -1,0 +1,112 @@
+"""bench: how fast the user's own model runs on this machine, what bounds it, and where the time goes."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from batchgen.api.batch_runner import BatchRunner
+from batchgen.api.bench_report import BenchReport
+from batchgen.api.caller import Caller
+from batchgen.api.progress_bar import progress_bar
+from batchgen.api.prompt_forms import Read
+from batchgen.api.stats_log import StatsLog
+from batchgen.api.workload import MadeUp, Workload, exact, from_file, of_job
+from batchgen.engine.client import EngineClient
+from batchgen.engine.messages import pack_ids
+from batchgen.errors import ConfigError
+from batchgen.outputs import RequestOutput
+
+# Rows of a job that are measured if nobody says how many.
+_JOB_ROWS = 64
+# A prompt that no workload begins with: it wakes every kernel and primes no prefix.
+_WARM_UP = [Read(None, pack_ids([7 + number] * (8 + number))) for number in range(8)]
+
+
+def bench(
+    model: str | None = None,
+    *,
+    job: str | Path | None = None,
+    requests: str | Path | None = None,
+    made_up: MadeUp | None = None,
+    limit: int | None = None,
+    overrides: list[str] | None = None,
+    use_tqdm: bool = True,
+    in_process: bool = False,
+    **engine_args: Any,
+) -> BenchReport:
+    """Run a workload and measure it: the rates, the machine's ceilings, the bound that they set, the parts.
+
+    A few tokens are generated first, untimed. The machine is measured just before and just after the run.
+
+    Args:
+        model: as `LLM` takes it; with a job, the job's own.
+        job: a job file, whose first rows are the workload.
+        requests: a file of lines {"prompt_token_ids": [...], "max_tokens": 128}.
+        made_up: how a made-up workload looks; that is what runs without `job` and `requests`.
+        limit: only the first so many rows or requests.
+        overrides: "section.key=value" strings for the job.
+        use_tqdm: show a progress bar on stderr.
+        in_process: run the engine in this process instead of in a child.
+        **engine_args: the engine arguments of `batchgen.config`, in place of the job's.
+
+    Raises:
+        ConfigError, InputError: the workload or an argument is wrong.
+        ModelError, CapacityError: the model cannot be loaded.
+    """
+    if (job is not None) + (requests is not None) + (made_up is not None) > 1:
+        raise ConfigError("a job, a file of requests and a made-up workload: choose one of them")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit must be 1 or more; got {limit!r}")
+    workload = None if requests is None else from_file(Path(requests), limit)
+    if job is not None:
+        workload, job_model, job_args = of_job(Path(job), overrides or (), limit or _JOB_ROWS)
+        model, engine_args = model or job_model, {**job_args, **engine_args}
+    elif overrides:
+        raise ConfigError("overrides are those of a job; give one")
+    if model is None:
+        raise ConfigError("name a model, or a job that names one")
+    caller = Caller("bench", model, engine_args, begins=not in_process)
+    engine = caller.start(in_process)
+    try:
+        workload = workload or (made_up or MadeUp()).make(engine.info.vocab_size)
+        return _measure(caller, engine, workload, use_tqdm)
+    finally:
+        engine.shutdown()
+
+
+def _measure(caller: Caller, engine: EngineClient, workload: Workload, use_tqdm: bool) -> BenchReport:
+    caller.check(workload.params, engine.info)
+    runner = BatchRunner(engine, StatsLog(is_disabled=True))
+    warm = [caller.request(prompt, exact(4)) for prompt in _WARM_UP]
+    with progress_bar(0, False) as bar:
+        runner.run(iter(warm), len(warm), bar)
+    engine.reset_prefix_cache()
+    count = len(workload.prompts)
+    asked = [
+        caller.request(Read(None, pack_ids(ids)), params)
+        for ids, params in zip(workload.prompts, workload.params, strict=True)
+    ]
+    with progress_bar(count, use_tqdm) as bar:
+        engine.begin_profile()
+        started = time.perf_counter()
+        outputs = runner.run(iter(asked), count, bar)
+        seconds = time.perf_counter() - started
+        profile = engine.end_profile()
+    done = [output for output in outputs if output.error is None]
+    return BenchReport(
+        model=engine.info.model,
+        workload=workload.name,
+        num_requests=count,
+        num_failed=count - len(done),
+        input_tokens=sum(len(output.prompt_token_ids) for output in done),
+        cached_tokens=sum(output.num_cached_tokens for output in done),
+        output_tokens=sum(_num_tokens(output) for output in done),
+        seconds=seconds,
+        profile=profile,
+        decisions=engine.info.decisions,
+        environment=dict(engine.info.environment),
+    )
+
+
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(sample.token_ids) for sample in output.outputs)

@@ -1,0 +1,144 @@
+"""Workload: requests to measure an engine with: made up, from a file of token ids, or the rows of a job."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import ConfigError, InputError
+from batchgen.sampling_params import SamplingParams
+
+# Ids below are control tokens in most vocabularies.
+_FIRST_ID = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests, all handed over at once.
+
+    Args:
+        name: what they are, in words.
+        prompts: token ids of each.
+        params: of each.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeUp:
+    """How a made-up workload looks: random tokens, greedy, exact counts.
+
+    Args:
+        num_prompts: requests.
+        prompt_tokens: of each, those that all share included.
+        new_tokens: generated for each.
+        shared_tokens: at the beginning of every prompt, the same for all.
+
+    Raises:
+        ConfigError: a number that cannot be.
+    """
+
+    num_prompts: int = 64
+    prompt_tokens: int = 128
+    new_tokens: int = 128
+    shared_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_prompts", 1),
+            ("prompt_tokens", 1),
+            ("new_tokens", 1),
+            ("shared_tokens", 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be a whole number, {least} or more; got {value!r}")
+        if self.shared_tokens >= self.prompt_tokens:
+            raise ConfigError(
+                f"shared_tokens ({self.shared_tokens}) must be fewer than prompt_tokens "
+                f"({self.prompt_tokens})"
+            )
+
+    def make(self, vocab_size: int) -> Workload:
+        """The requests for a vocabulary; the same every time."""
+        draw, first = random.Random(0), min(_FIRST_ID, vocab_size - 1)
+
+        def ids(count: int) -> list[int]:
+            return [draw.randrange(first, vocab_size) for _ in range(count)]
+
+        shared = ids(self.shared_tokens)
+        prompts = [shared + ids(self.prompt_tokens - len(shared)) for _ in range(self.num_prompts)]
+        name = f"{self.num_prompts} made-up prompts of {self.prompt_tokens} tokens"
+        if shared:
+            name += f", {len(shared)} of them the same for all"
+        name += f", {self.new_tokens} tokens each"
+        return Workload(name, prompts, [exact(self.new_tokens)] * self.num_prompts)
+
+
+def exact(new_tokens: int) -> SamplingParams:
+    """Greedy, so many tokens and no fewer."""
+    return SamplingParams(temperature=0, ignore_eos=True, max_tokens=new_tokens, detokenize=False)
+
+
+def from_file(path: Path, limit: int | None) -> Workload:
+    """Requests of a file of lines {"prompt_token_ids": [...], "max_tokens": 128}; other keys are ignored.
+
+    Raises:
+        InputError: there is no such file, or a line of it is none of these; says which.
+    """
+    prompts: list[list[int]] = []
+    params: list[SamplingParams] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(prompts) == limit:
+                    break
+                if line.strip():
+                    ids, new_tokens = _request(line, f"{path}, line {number}")
+                    prompts.append(ids)
+                    params.append(exact(new_tokens))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    if not prompts:
+        raise InputError(f"{path}: no requests in it")
+    return Workload(f"{len(prompts)} requests of {path.name}", prompts, params)
+
+
+def _request(line: str, where: str) -> tuple[list[int], int]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where}: not JSON ({error})") from error
+    ids = row.get("prompt_token_ids") if isinstance(row, Mapping) else None
+    new_tokens = row.get("max_tokens") if isinstance(row, Mapping) else None
+    is_right = isinstance(ids, list) and ids and all(isinstance(each, int) for each in ids)
+    if not is_right or not isinstance(new_tokens, int) or new_tokens < 1:
+        raise InputError(
+            f'{where}: write {{"prompt_token_ids": [1, 2, 3], "max_tokens": 128}}; got {line.strip():.80}'
+        )
+    assert isinstance(ids, list)
+    return ids, new_tokens
+
+
+def of_job(job: Path, overrides: Sequence[str], limit: int) -> tuple[Workload, str, dict[str, Any]]:
+    """The first rows of a job that have a prompt; the job's model and engine settings.
+
+    Raises:
+        ConfigError, InputError: the job is wrong, or has no such row.
+    """
+    from batchgen.jobs.first_rows import first_prompts
+    from batchgen.jobs.spec import load_spec
+
+    spec = load_spec(job, overrides=overrides)
+    config, params, prompts = first_prompts(spec, limit)
+    if not prompts:
+        raise InputError(f"{job}: none of the first {limit} rows has a prompt")
+    engine_args = config.to_engine_args()
+    model = engine_args.pop("model")
+    workload = Workload(f"the first {len(prompts)} rows of {job.name}", prompts, [params] * len(prompts))
+    return workload, model, engine_args

@@ -1,0 +1,79 @@
+"""`batchgen bench`: how fast a model runs on this machine, what bounds it, and where the time goes."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchgen.cli.settings import parse_settings
+from batchgen.errors import ConfigError
+
+
+def bench(
+    job: Annotated[
+        Path | None,
+        typer.Argument(metavar="[JOB]", help="A job file: its first rows, its model and settings."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="A folder, a .gguf file, a hub id or package:NAME/FILE."),
+    ] = None,
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Requests to run: lines of {"prompt_token_ids": [...], "max_tokens": 128}.',
+        ),
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(metavar="N", help="Made-up prompts. Default: 64.")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a made-up prompt. Default: 128.")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens generated for each. Default: 128.")
+    ] = None,
+    shared_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Of each made-up prompt, the same for all. Default: 0.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Only the first N rows (default: 64) or requests.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Engine setting, as in --set quantization=int8."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All numbers as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Measure a model on this machine: tokens a second, the machine's limits, and where the time goes.
+
+    Without a job and without --requests a workload is made up: random tokens, greedy, exact counts.
+    """
+    given = {
+        "num_prompts": prompts,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "shared_tokens": shared_tokens,
+    }
+    made = {name: value for name, value in given.items() if value is not None}
+    engine_args, sampling = parse_settings(settings or [])
+    if sampling:
+        raise ConfigError(
+            f"--set sampling.{next(iter(sampling))}: a job says how it samples; all else is greedy"
+        )
+
+    from batchgen.api.bench import bench as run_bench
+    from batchgen.api.workload import MadeUp
+
+    report = run_bench(
+        model,
+        job=job,
+        requests=requests,
+        made_up=MadeUp(**made) if made else None,
+        limit=limit,
+        use_tqdm=not quiet and sys.stderr.isatty(),
+        **engine_args,
+    )
+    typer.echo(json.dumps(report.to_mapping(), ensure_ascii=False) if as_json else str(report))
