@@ -1,4 +1,4 @@
-"""The whole engine on narrower instruction sets: tests that hold it to transformers, run again under a cap."""
+"""The whole engine on narrower instruction sets: tests that hold it to transformers run under a cap."""
 
 import os
 import platform
