@@ -55,7 +55,7 @@ class Decoder:
         rotation: Rotation | None = None,
     ):
         self.config, self.kernels, self.method, self.device = config, kernels, method, device
-        self.rotation = rotation
+        self.rotation, self.max_len = rotation, max_len
         self.dtype = method.dtype
         self.parallel = parallel or ParallelContext()
         self._targets: dict[str, tuple[WeightTarget, int]] = {}

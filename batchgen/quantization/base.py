@@ -70,14 +70,18 @@ class LinearMethod(ABC):
             checkpoint of its own form.
         has_rows: whether `rows` is built, so that a tied embedding needs no table of its own.
         wants_rotation: whether a rotated residual stream makes its results better.
+        wants_mean_inputs: whether it makes a better job of a model whose `mean_inputs` it knows.
+        mean_inputs: name of a layer -> the mean of its inputs [K]; empty until the model has once run.
     """
 
     at_load: ClassVar[bool] = False
     has_rows: ClassVar[bool] = False
     wants_rotation: ClassVar[bool] = False
+    wants_mean_inputs: ClassVar[bool] = False
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device):
         self.kernels, self.dtype, self.device = kernels, dtype, device
+        self.mean_inputs: Mapping[str, Tensor] = {}
 
     @abstractmethod
     def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:

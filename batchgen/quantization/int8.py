@@ -1,8 +1,9 @@
 """Weights of any float checkpoint rounded to 8 bits as they are loaded, multiplied by rounded activations.
 
 Each output's weights share a scale, and so does each token's input: the sums between are sums of integers,
-which are exact in any order. What the scheme loses, and why these inputs have these many bits, stands in
-docs/decisions/0003-int8.md.
+which are exact in any order. What rounding the weights does to a layer's mean input is the same for every
+token, so it is taken back in the bias. What the scheme loses, and why these inputs have these many bits,
+stands in docs/decisions/0003-int8.md.
 """
 
 from collections.abc import Mapping
@@ -25,12 +26,16 @@ _SLAB_ROWS = 4096
 
 @dataclass(slots=True)
 class IntegerWeights:
-    """values int8 [N, K], scale [N] and bias [N] while loading; `packed` from then on."""
+    """values int8 [N, K], scale, bias and lost [N] while loading; `packed` from then on.
+
+    lost: what the mean input's product lacks, float64.
+    """
 
     input_bits: int
     values: Tensor | None = None
     scale: Tensor | None = None
     bias: Tensor | None = None
+    lost: Tensor | None = None
     packed: PackedLinear | None = None
 
 
@@ -40,6 +45,7 @@ class Int8(LinearMethod):
 
     at_load = True
     wants_rotation = True
+    wants_mean_inputs = True
 
     @override
     def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:
@@ -68,6 +74,9 @@ class Int8(LinearMethod):
             size = (shape.out_features, shape.in_features)
             weights.values = torch.empty(size, dtype=torch.int8, device=self.device)
             weights.scale = torch.empty(shape.out_features, dtype=torch.float32, device=self.device)
+        mean = self.mean_inputs.get(shape.name)
+        if mean is not None and weights.lost is None:
+            weights.lost = torch.empty(shape.out_features, dtype=torch.float64, device=self.device)
         for begin in range(0, tensor.shape[0], _SLAB_ROWS):
             slab = tensor[begin : begin + _SLAB_ROWS].to(dtype=torch.float32, device=self.device)
             # A row of weights is rounded as a token's activations are.
@@ -75,12 +84,16 @@ class Int8(LinearMethod):
             at = slice(rows.start + begin, rows.start + begin + len(slab))
             weights.values[at].copy_(rounded.values[:, 0, : shape.in_features])
             weights.scale[at].copy_(rounded.scale)
+            if mean is not None and weights.lost is not None:
+                weights.lost[at] = torch.mul(slab - rounded.dense(), mean.to(self.device)).sum(dim=1)
 
     @override
     def process(self, weights: IntegerWeights, shape: LinearShape) -> None:
         assert weights.values is not None and weights.scale is not None
-        values, scale, bias = weights.values, weights.scale, weights.bias
-        weights.values = weights.scale = weights.bias = None
+        values, scale, bias, lost = weights.values, weights.scale, weights.bias, weights.lost
+        weights.values = weights.scale = weights.bias = weights.lost = None
+        if lost is not None:
+            bias = (lost if bias is None else bias + lost).to(torch.float32)
         weights.packed = self.kernels.pack_int8(values, scale, bias)
 
     @override

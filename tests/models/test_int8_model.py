@@ -1,5 +1,6 @@
 """Int8 models: the rounding against an emulation on transformers' own model; tables, heads, refusals."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import UnsupportedModelError, WeightsError
+from batchgen.kernels.ops import Quantized, choose
+from batchgen.layers.linear import LinearLayer, MergedLinear
+from batchgen.layers.parallel import ParallelContext
 from batchgen.models.decoder import Decoder
 from batchgen.quantization.base import method_for
 from batchgen.quantization.int8 import Int8
@@ -164,8 +168,6 @@ def test_integers_take_a_quarter_of_the_memory(tmp_path: Path, decoder: Callable
 def test_a_head_that_contradicts_its_config_is_refused(
     config: dict[str, Any], tied: bool, message: str, tmp_path: Path, decoder: Callable[..., Decoder]
 ) -> None:
-    import json
-
     path = write_folder(tiny_model(tie_word_embeddings=tied), tmp_path)
     file = path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
@@ -183,9 +185,6 @@ def test_a_quantized_checkpoint_is_not_rounded_again() -> None:
 
 
 def test_a_layer_takes_floats_as_well(tmp_path: Path, decoder: Callable[..., Decoder]) -> None:
-    from batchgen.kernels.ops import Quantized
-    from batchgen.layers.linear import LinearLayer
-
     model = decoder(write_folder(tiny_model(), tmp_path), quantization="int8")
     for layer, bits in ((model.layers[0].qkv, 8), (model.layers[0].down, 16), (model.head, 8)):
         assert isinstance(layer, LinearLayer)
@@ -193,3 +192,28 @@ def test_a_layer_takes_floats_as_well(tmp_path: Path, decoder: Callable[..., Dec
         x = torch.randn(3, layer.shape.in_features, generator=torch.Generator().manual_seed(0))
         integers = model.kernels.quantize(x, Quantized.empty(*x.shape, bits))
         assert torch.equal(layer(x), layer(integers))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_what_rounding_does_to_the_mean_input_is_taken_back(has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    kernels = choose("cpu", "float32", head_dim=16)
+    weights = [torch.randn(rows, 300, generator=generator) for rows in (40, 24)]
+    biases = [torch.randn(rows, generator=generator) for rows in (40, 24)]
+    mean = torch.randn(300, generator=generator) * 3
+    x = mean + torch.randn(2000, 300, generator=generator) * 0.1
+    expected = x.double() @ torch.cat(weights).double().T
+    if has_bias:
+        expected += torch.cat(biases)
+    shifts = []
+    for means in ({}, {"m": mean.double()}, {"other": mean.double()}):
+        method = Int8(kernels, torch.float32, torch.device("cpu"))
+        method.mean_inputs = means
+        layer = MergedLinear("m", method, ParallelContext(), 300, (40, 24), has_bias)
+        for part in (1, 0):
+            layer.load(part, "weight", weights[part])
+            if has_bias:
+                layer.load(part, "bias", biases[part])
+        shifts.append(float((layer(x) - expected).mean(dim=0).pow(2).mean().sqrt()))
+    assert shifts[1] < 0.15 * shifts[0]
+    assert shifts[2] == shifts[0]

@@ -1,0 +1,145 @@
+"""The setting `quantization`: what it decides and says, what it refuses; what a load makes of it."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchgen.errors import ConfigError, UnsupportedModelError
+from batchgen.kernels.ops import choose
+from batchgen.models.family import MODELS
+from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_gguf
+from batchgen.worker import machine_speed, precision
+from batchgen.worker.machine_speed import product_speeds
+from batchgen.worker.mean_inputs import mean_inputs
+
+PROMPTS = [random_ids(count, seed=count, vocab_size=256) for count in (5, 17, 40)]
+
+
+def decision(runner: Any, name: str) -> str:
+    return next(text for text in runner.info.decisions if text.startswith(f"{name}="))
+
+
+def test_int8_is_told_wherever_results_are_explained(folder: Path, load: Any) -> None:
+    info = load(folder, quantization="int8").info
+    assert (info.resolved["quantization"], info.resolved["kv_cache_dtype"]) == ("int8", "int8")
+    assert info.environment["quantization"] == "int8"
+    assert info.reproducible
+    assert load(folder).info.environment["quantization"] == "none"
+
+
+def test_the_cache_keeps_the_type_that_was_asked_for(folder: Path, load: Any) -> None:
+    runner = load(folder, quantization="int8", kv_cache_dtype="float32")
+    assert runner.info.resolved["kv_cache_dtype"] == "float32"
+    assert "as int8 weights" not in str(runner.info.decisions)
+
+
+def test_a_row_gives_the_same_tokens_alone_asleep_and_from_a_gguf(
+    tmp_path: Path, load: Any, generate: Any
+) -> None:
+    original = tiny_model(tie_word_embeddings=True)
+    runner = load(write_folder(original, tmp_path / "folder"), quantization="int8")
+    together = generate(runner, PROMPTS, 10)
+    for prompt, tokens in zip(PROMPTS, together, strict=True):
+        assert generate(runner, [prompt], 10, first_block=30)[0] == tokens
+    for level in (1, 2):
+        runner.sleep(level)
+        runner.wake_up()
+        assert generate(runner, PROMPTS, 10) == together
+    from_gguf = load(write_gguf(original, tmp_path / "tiny.gguf"), quantization="int8")
+    assert generate(from_gguf, PROMPTS, 10) == together
+
+
+@pytest.mark.parametrize(("int8", "chosen"), [(300.0, "int8"), (140.0, None)])
+def test_auto_goes_by_the_machine_and_says_so(
+    int8: float, chosen: str | None, folder: Path, load: Any,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    speeds = {"float32": 100.0, "int8": int8, "bfloat16": 50.0}
+    monkeypatch.setattr(precision, "product_speeds", lambda kernels: speeds)
+    with caplog.at_level(logging.INFO, "batchgen.worker"):
+        runner = load(folder, quantization="auto")
+    assert runner.info.resolved["quantization"] == chosen
+    words = decision(runner, "quantization")
+    assert f"100 GFLOP/s in float32 and {int8:.0f} in int8" in words
+    assert any("quantization: auto is" in record.message for record in caplog.records)
+
+
+def test_auto_leaves_other_types_alone(folder: Path, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(precision, "product_speeds")
+    runner = load(folder, quantization="auto", dtype="bfloat16")
+    assert runner.info.resolved["quantization"] is None
+    assert "not for bfloat16" in decision(runner, "quantization")
+
+
+def test_int8_of_other_activations_is_refused(folder: Path, load: Any) -> None:
+    with pytest.raises(ConfigError, match="int8 is built for float32 activations on a CPU, not for bfloat16"):
+        load(folder, quantization="int8", dtype="bfloat16")
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path: Path, load: Any) -> None:
+    model = tiny_model()
+    model.config.quantization_config = {"quant_method": "awq", "bits": 4}
+    write_folder(model, tmp_path)
+    for asked in (None, "int8", "auto"):
+        with pytest.raises(UnsupportedModelError, match=r"quantized \('awq'\), which is not built"):
+            load(tmp_path, quantization=asked)
+
+
+def test_a_family_whose_norms_do_not_fold_is_not_rotated(
+    folder: Path, load: Any, generate: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rotated = load(folder, quantization="int8")
+    assert rotated._memory.model.rotation is not None
+    family = MODELS.get("LlamaForCausalLM")
+    object.__setattr__(family, "has_foldable_norms", False)
+    try:
+        with caplog.at_level(logging.WARNING, "batchgen.worker"):
+            plain = load(folder, quantization="int8")
+    finally:
+        object.__setattr__(family, "has_foldable_norms", True)
+    assert plain._memory.model.rotation is None
+    assert "Llama norms what a layer gives" in decision(plain, "rotation")
+    assert "loses more precision" in caplog.text
+    assert generate(plain, PROMPTS, 3)
+
+
+def test_speeds_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = choose("cpu", "float32", head_dim=16)
+    first = product_speeds(kernels, tmp_path)
+    assert set(first) == {"float32", "int8", "bfloat16"}
+    assert all(speed > 0 for speed in first.values())
+    with monkeypatch.context() as patch:
+        patch.delattr(machine_speed, "_measure")
+        assert product_speeds(kernels, tmp_path) == first
+    (kept,) = tmp_path.iterdir()
+    kept.write_text("{")
+    monkeypatch.setattr(
+        machine_speed, "_measure", lambda kernels: {"float32": 1.0, "int8": 2.0, "bfloat16": 3.0}
+    )
+    assert product_speeds(kernels, tmp_path)["int8"] == 2.0
+    # A folder that cannot be written only means to measure again.
+    assert product_speeds(kernels, tmp_path / kept.name / "below")["int8"] == 2.0
+
+
+def test_mean_inputs_are_those_of_the_model(tmp_path: Path, load: Any) -> None:
+    original = tiny_model("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=32, max_window_layers=1)
+    model = load(write_folder(original, tmp_path))._memory.model
+    found = mean_inputs(model)
+    seen: dict[str, torch.Tensor] = {}
+    for name, layer in original.named_modules():
+        if name.endswith(("q_proj", "o_proj", "up_proj", "down_proj", "lm_head")):
+            layer.register_forward_pre_hook(
+                lambda _, inputs, name=name: seen.update({name: inputs[0][0, 16:].double().mean(dim=0)})
+            )
+    ids = torch.randint(0, 300, (128,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        original(ids[None])
+    fused = {"q_proj": "qkv_proj", "up_proj": "gate_up_proj"}
+    for name, mean in seen.items():
+        place, _, last = name.rpartition(".")
+        ours = found[f"{place}.{fused.get(last, last)}" if place else name]
+        torch.testing.assert_close(ours, mean, atol=1e-4, rtol=1e-3)
+    assert len(found) == len(seen) == 4 * 2 + 1
