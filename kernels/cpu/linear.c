@@ -20,7 +20,7 @@
 #endif
 
 /* Longest piece of K. ROWS rows of it stay in the L1 cache; error grows with the square root of a piece's length. */
-#define PIECE 768
+#define PIECE 384
 /* Floats of packed weight that are kept in the L2 cache while all rows pass over them. */
 #define RESIDENT (80 * 1024)
 /* Rows of a chunk, so that its x stays in the L2 cache with the panels. */

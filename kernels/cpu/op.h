@@ -52,7 +52,7 @@ void *thread_scratch(size_t bytes);
 /* Chunks for `items` pieces of work of `cost` (about nanoseconds) each: some for every thread, none below 5 microseconds. */
 static inline int64_t even_chunks(int64_t items, int64_t cost, const Step *step) {
     if (items <= 0) return 0;
-    int64_t most = items * cost / 5000 + 1, wanted = step->threads == 1 ? 1 : 4 * step->threads;
+    int64_t most = items * cost / 5000 + 1, wanted = step->threads == 1 ? 1 : 3 * step->threads;
     if (wanted > most) wanted = most;
     return wanted > items ? items : wanted;
 }
