@@ -5,6 +5,7 @@ from torch import Tensor
 
 from batchgen.errors import WeightsError
 from batchgen.models.decoder import Decoder
+from batchgen.models.decoder_layer import WeightTarget
 from batchgen.models.rotated_weights import RotatedSource
 from batchgen.models.weight_source import HEAD, TABLE, UntiedSource, WeightSource, listed
 
@@ -15,42 +16,67 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def load_weights(model: Decoder, source: WeightSource) -> None:
-    """Fill a model from a checkpoint.
+    """Fill a model from a checkpoint, the largest layers first, while little else is in memory.
 
-    Names are compared before anything is read. The largest layers come first, while little else is in memory.
+    Raises:
+        WeightsError: what `WeightLoader` raises.
+    """
+    WeightLoader(model, source).load_rest()
+
+
+class WeightLoader:
+    """Fills a model from a checkpoint, layer by layer. Names are compared before anything is read.
 
     Args:
         model: as built, without weights.
         source: the checkpoint.
 
     Raises:
-        WeightsError: tensors are missing, left over, of the wrong shape or not finite; names them.
+        WeightsError: tensors are missing or left over; names them.
     """
-    targets = model.weight_targets()
-    names = _checked_names(model, source)
-    shapes = source.shapes
-    source = _FiniteSource(source)
-    if HEAD in names and HEAD not in shapes:
-        source = UntiedSource(source)
-    if model.rotation is not None:
-        source = RotatedSource(source, model.rotation)
-    groups: dict[int, list[str]] = {}
-    for name in names:
-        target, _ = targets[name.rpartition(".")[0]]
-        groups.setdefault(id(target), []).append(name)
 
-    def size(group: list[str]) -> int:
-        return sum(torch.Size(source.shapes[name]).numel() for name in group)
+    def __init__(self, model: Decoder, source: WeightSource):
+        self._targets = model.weight_targets()
+        names = _checked_names(model, source)
+        source_shapes, source = source.shapes, _FiniteSource(source)
+        if HEAD in names and HEAD not in source_shapes:
+            source = UntiedSource(source)
+        if model.rotation is not None:
+            source = RotatedSource(source, model.rotation)
+        self._source = source
+        # The parts of a fused layer have one target.
+        self._waiting: dict[int, list[str]] = {}
+        for name in names:
+            target, _ = self._targets[name.rpartition(".")[0]]
+            self._waiting.setdefault(id(target), []).append(name)
 
-    for group in sorted(groups.values(), key=size, reverse=True):
-        for name in group:
+    def load(self, target: WeightTarget) -> None:
+        """Fill one layer, unless it is full.
+
+        Raises:
+            WeightsError: a tensor is of the wrong shape or not finite; names it.
+        """
+        for name in self._waiting.pop(id(target), []):
             module, _, parameter = name.rpartition(".")
-            target, part = targets[module]
-            tensor = source.read(name)
+            tensor = self._source.read(name)
             try:
-                target.load(part, parameter, tensor)
+                target.load(self._targets[module][1], parameter, tensor)
             except WeightsError as error:
-                raise WeightsError(f"{source.where}: {name}: {error}") from error
+                raise WeightsError(f"{self._source.where}: {name}: {error}") from error
+
+    def load_rest(self) -> None:
+        """Fill all that is not full yet, the largest layers first.
+
+        Raises:
+            WeightsError: what `load` raises.
+        """
+
+        def size(target: WeightTarget) -> int:
+            names = self._waiting.get(id(target), [])
+            return sum(torch.Size(self._source.shapes[name]).numel() for name in names)
+
+        for target in sorted((target for target, _ in self._targets.values()), key=size, reverse=True):
+            self.load(target)
 
 
 class _FiniteSource:

@@ -70,8 +70,8 @@ class LinearMethod(ABC):
             checkpoint of its own form.
         has_rows: whether `rows` is built, so that a tied embedding needs no table of its own.
         wants_rotation: whether a rotated residual stream makes its results better.
-        wants_mean_inputs: whether it makes a better job of a model whose `mean_inputs` it knows.
-        mean_inputs: name of a layer -> the mean of its inputs [K]; empty until the model has once run.
+        wants_mean_inputs: whether it rounds weights better when it knows what a layer sees on average.
+        mean_inputs: name of a layer -> the mean of its inputs, float64 [K], as far as they are known.
     """
 
     at_load: ClassVar[bool] = False
@@ -81,7 +81,7 @@ class LinearMethod(ABC):
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device):
         self.kernels, self.dtype, self.device = kernels, dtype, device
-        self.mean_inputs: Mapping[str, Tensor] = {}
+        self.mean_inputs: dict[str, Tensor] = {}
 
     @abstractmethod
     def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 # Largest Hadamard matrix of a power of two that is multiplied as one; larger ones are products of several.
 _LARGEST_POWER = 64
+_SLAB_VALUES = 1 << 17
 
 
 class Rotation:
@@ -35,11 +36,19 @@ class Rotation:
 
     def inputs(self, weight: Tensor) -> Tensor:
         """What turned inputs are multiplied by: weight [..., E] -> weight · R, as float32."""
-        turned = weight.to(torch.float32) * self._signs.to(weight.device)
-        turned = turned.unflatten(-1, tuple(len(factor) for factor in self._factors))
-        for axis, factor in enumerate(reversed(self._factors), start=1):
-            turned = torch.matmul(turned.movedim(-axis, -1), factor.to(weight.device)).movedim(-1, -axis)
-        return turned.flatten(weight.dim() - 1)
+        signs = self._signs.to(weight.device)
+        factors = [factor.to(weight.device) for factor in reversed(self._factors)]
+        rows = weight.reshape(-1, self.size)
+        turned = torch.empty(rows.shape, dtype=torch.float32, device=weight.device)
+        # What is read and written for each factor stays in the processor's cache.
+        slab_rows = max(1, _SLAB_VALUES // self.size)
+        for begin in range(0, len(rows), slab_rows):
+            slab = rows[begin : begin + slab_rows].to(torch.float32) * signs
+            slab = slab.contiguous().unflatten(-1, tuple(len(factor) for factor in self._factors))
+            for axis, factor in enumerate(factors, start=1):
+                slab = torch.matmul(slab.movedim(-axis, -1), factor).movedim(-1, -axis)
+            turned[begin : begin + slab_rows] = slab.flatten(1)
+        return turned.view(weight.shape)
 
     def outputs(self, weight: Tensor) -> Tensor:
         """What gives turned outputs: weight [E, ...] or a bias [E] -> Rᵀ · weight, as float32."""

@@ -16,10 +16,10 @@ from batchgen.models.gguf_weights import GGUFSource
 from batchgen.models.hf_config import config_from_hf
 from batchgen.models.location import ModelLocation, resolve_model
 from batchgen.models.weight_source import SafetensorsSource, WeightSource
-from batchgen.models.weights import load_weights
+from batchgen.models.weights import WeightLoader, load_weights
 from batchgen.quantization.base import method_for
 from batchgen.quantization.rotation import Rotation
-from batchgen.worker.mean_inputs import mean_inputs
+from batchgen.worker.load_while_running import load_while_running
 
 log = logging.getLogger("batchgen.worker")
 
@@ -80,23 +80,15 @@ class ModelFiles:
             source = SafetensorsSource(self.location.path)
         method_class = method_for(self.shape.quantization, self.location.name, quantization)
         rotates = method_class.wants_rotation and self.shape.family.has_foldable_norms
-        method = method_class(kernels, torch_dtype(dtype), device)
-
-        def load() -> Decoder:
-            model = Decoder(
-                self.shape, kernels, method, kv_dtype=kv_dtype, device=device, max_len=max_len,
-                block_size=block_size, rope_divisors=divisors,
-                rotation=Rotation(self.shape.hidden_size) if rotates else None,
-            )  # fmt: skip
+        model = Decoder(
+            self.shape, kernels, method_class(kernels, torch_dtype(dtype), device), kv_dtype=kv_dtype,
+            device=device, max_len=max_len, block_size=block_size, rope_divisors=divisors,
+            rotation=Rotation(self.shape.hidden_size) if rotates else None,
+        )  # fmt: skip
+        if method_class.wants_mean_inputs:
+            load_while_running(model, WeightLoader(model, source))
+        else:
             load_weights(model, source)
-            return model
-
-        model = load()
-        if method.wants_mean_inputs:
-            method.mean_inputs = mean_inputs(model)
-            # Gone before the second comes, so that two are never in memory.
-            del model
-            model = load()
         log.info("weights of %s loaded in %.1f s", self.location.name, time.perf_counter() - begin)
         return model
 

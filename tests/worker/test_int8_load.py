@@ -10,10 +10,10 @@ import torch
 from batchgen.errors import ConfigError, UnsupportedModelError
 from batchgen.kernels.ops import choose
 from batchgen.models.family import MODELS
+from batchgen.quantization.unquantized import Unquantized
 from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_gguf
 from batchgen.worker import machine_speed, precision
 from batchgen.worker.machine_speed import product_speeds
-from batchgen.worker.mean_inputs import mean_inputs
 
 PROMPTS = [random_ids(count, seed=count, vocab_size=256) for count in (5, 17, 40)]
 
@@ -124,10 +124,17 @@ def test_speeds_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert product_speeds(kernels, tmp_path / kept.name / "below")["int8"] == 2.0
 
 
-def test_mean_inputs_are_those_of_the_model(tmp_path: Path, load: Any) -> None:
+def test_mean_inputs_are_those_of_the_model(
+    tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = tiny_model("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=32, max_window_layers=1)
-    model = load(write_folder(original, tmp_path))._memory.model
-    found = mean_inputs(model)
+    write_folder(original, tmp_path)
+    plain = load(tmp_path)._memory.model
+    monkeypatch.setattr(Unquantized, "wants_mean_inputs", True)
+    model = load(tmp_path)._memory.model
+    for ours, theirs in zip(model.tensors(), plain.tensors(), strict=True):
+        assert torch.equal(ours, theirs)
+    found = model.method.mean_inputs
     seen: dict[str, torch.Tensor] = {}
     for name, layer in original.named_modules():
         if name.endswith(("q_proj", "o_proj", "up_proj", "down_proj", "lm_head")):

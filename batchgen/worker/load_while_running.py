@@ -1,0 +1,72 @@
+"""load_while_running: weights come in while made-up tokens run through a model.
+
+So a method of quantization knows the mean of a layer's inputs when it rounds the layer's weights. Over half
+of what the norms of a language model give is the same vector for every token, whatever the text. It hardly
+depends on the tokens, so that random ones do, and no data is needed.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.scheduler_output import ScheduledSequence, SchedulerOutput
+from batchgen.kernels.ops import Activation, Quantized
+from batchgen.layers.linear import LinearLayer
+from batchgen.models.decoder import Decoder
+from batchgen.models.decoder_layer import Linear
+from batchgen.models.weights import WeightLoader
+from batchgen.worker.input_batch import BatchBuilder
+
+_NUM_TOKENS = 512
+# The first tokens of a text, which all others attend to, are unlike the rest.
+_SKIPPED = 16
+
+
+@torch.no_grad()
+def load_while_running(model: Decoder, loader: WeightLoader) -> None:
+    """Load a model in the order in which a step reads it; `mean_inputs` of its method is filled just ahead.
+
+    Raises:
+        WeightsError: what `WeightLoader.load` raises.
+    """
+    for target, _ in model.weight_targets().values():
+        if not isinstance(target, LinearLayer):
+            loader.load(target)
+    model.wrap_linears(lambda name, layer: _Arriving(layer, loader))
+    num_tokens = min(_NUM_TOKENS, model.max_len)
+    layout, kernels = model.kv_layout, model.kernels
+    num_groups, num_blocks = len(layout.windows), -(-num_tokens // layout.spec.block_size)
+    places = range(layout.num_places)
+    model.bind_kv([kernels.allocate_kv(layout.spec, num_groups * num_blocks, model.device) for _ in places])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=generator).tolist()
+    tables = tuple(list(range(group * num_blocks, (group + 1) * num_blocks)) for group in range(num_groups))
+    builder = BatchBuilder(block_size=layout.spec.block_size, num_groups=num_groups, device=model.device)
+    batch = builder.build(SchedulerOutput(0, (ScheduledSequence(0, ids, 0, tables),)), {})
+    normed = model.forward(batch.token_ids, batch.positions, batch.metas)
+    _arrive(model.head, normed, loader)
+    model.wrap_linears(lambda name, layer: layer.layer if isinstance(layer, _Arriving) else layer)
+    model.release()
+
+
+class _Arriving:
+    """A linear layer that is loaded when it is first called."""
+
+    def __init__(self, layer: Linear, loader: WeightLoader):
+        assert isinstance(layer, LinearLayer)
+        self.layer, self._loader, self.input_bits = layer, loader, layer.input_bits
+
+    def __call__(self, x: Activation, out: Tensor | None = None) -> Tensor:
+        _arrive(self.layer, x, self._loader)
+        return self.layer(x, out)
+
+
+def _arrive(layer: LinearLayer, x: Activation, loader: WeightLoader) -> None:
+    layer.method.mean_inputs[layer.name] = _mean(x.dense() if isinstance(x, Quantized) else x)
+    loader.load(layer)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """The mean over tokens, summed one after the other: its bits do not depend on the number of threads."""
+    rows = x[min(_SKIPPED, len(x) - 1) :].to(torch.float64).cpu().numpy()
+    return torch.from_numpy(np.add.reduce(np.ascontiguousarray(rows), axis=0) / len(rows))
