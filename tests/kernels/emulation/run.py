@@ -34,6 +34,7 @@ class Target:
         integers: how the driver says that it multiplies integers.
         features: of the processor, as Linux calls them; not asked for where the machine is emulated.
         arguments: of the driver.
+        is_fused: whether it multiplies and adds with one rounding.
     """
 
     machine: str
@@ -41,6 +42,7 @@ class Target:
     integers: str
     features: frozenset[str] = frozenset()
     arguments: tuple[str, ...] = ()
+    is_fused: bool = True
 
     @property
     def compiler(self) -> str:
@@ -96,7 +98,7 @@ _V4 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 TARGETS = {
     "arm": Target("aarch64", ("-march=armv8-a",), "NEON, 16 bits"),
     "arm-dot-products": Target("aarch64", ("-march=armv8.2-a+dotprod+fp16",), "NEON dot products"),
-    "x86": Target("x86_64", ("-march=x86-64",), "SSE2, 16 bits"),
+    "x86": Target("x86_64", ("-march=x86-64",), "SSE2, 16 bits", is_fused=False),
     "x86-avx2": Target("x86_64", ("-march=x86-64-v3",), "AVX2, 16 bits", _V3),
     "x86-avx512": Target("x86_64", ("-march=x86-64-v4",), "AVX-512, 16 bits", _V4),
     "x86-vnni": Target("x86_64", ("-march=x86-64-v4", "-mavx512vnni"), "AVX-512 VNNI", _V4 | {"avx512_vnni"}),

@@ -161,6 +161,23 @@ def integer_linear(run: Run, shape: tuple[int, int, int], bits: int, is_full: bo
     run.same("last row alone", run.kernels.linear(values[rows - 1 :], packed), whole[rows - 1 :])
 
 
+def greedy(run: Run, bits: int) -> None:
+    """The largest of all products of a row, or of the first columns only; a row that holds a NaN has none."""
+    x, weight, bias = run.draw(150, 48), run.draw(700, 48), run.draw(700)
+    x[7, 5] = NAN
+    if bits == 32:
+        given, packed = x, run.kernels.pack_linear(weight, bias)
+    else:
+        whole = (weight * 30).clamp(-127, 127).to(torch.int8)
+        given, packed = rounded(run, x, bits), run.kernels.pack_int8(whole, bias.abs() * 0.01, bias)
+    for width in (700, 500, 3):
+        found = run.kernels.linear_argmax(given, packed, width)
+        if found is None:  # the reference has none
+            top = run.kernels.linear(given, packed)[:, :width].max(1)
+            found = torch.where(top.values.isnan(), -1, top.indices)
+        run.equal(f"of {width}", found)
+
+
 def kept(run: Run, kv_dtype: str) -> None:
     """Attention over a lone token gives its value as it was stored."""
     values = torch.tensor(
@@ -315,6 +332,8 @@ def all_cases() -> Iterator[tuple[str, str, Case]]:
             for is_full in (False, True):
                 name = f"integers {shape}, {bits} bits{', full' if is_full else ''}"
                 yield name, "float32", partial(integer_linear, shape=shape, bits=bits, is_full=is_full)
+    for bits in (8, 16, 32):
+        yield f"greedy, {bits} bits", "float32", partial(greedy, bits=bits)
     for kv_dtype in KV_DTYPES:
         if kv_dtype != "int8":
             yield f"kept in {kv_dtype}", "float32", partial(kept, kv_dtype=kv_dtype)
@@ -341,7 +360,10 @@ def write(path: Path) -> None:
             case(right)
             transcript = Transcript()
             noted = Run(transcript.kernels(), number)
-            with patch.object(dequantizing, "load", lambda kernels=noted.kernels: kernels.library):
+            with (
+                patch.object(dequantizing, "load", lambda kernels=noted.kernels: kernels.library),
+                patch.object(torch, "empty", transcript.shown(torch.empty)),
+            ):
                 case(noted)
             for (what, result, tolerance), (_, expected, _) in zip(noted.results, right.results, strict=True):
                 transcript.expect(what, result, expected, tolerance)
