@@ -108,6 +108,12 @@ class KernelBackend(ABC):
         """See `Kernels.linear_argmax`."""
         return None
 
+    def linear_draw(
+        self, x: Tensor | Quantized, packed: PackedLinear, width: int, temperature: Tensor, uniform: Tensor
+    ) -> Tensor | None:
+        """See `Kernels.linear_draw`."""
+        return None
+
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_int8`."""
         raise NotImplementedError

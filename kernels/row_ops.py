@@ -8,6 +8,7 @@ from torch import Tensor
 from batchgen.kernels import checks
 from batchgen.kernels.backend import KernelBackend, PackedLinear
 from batchgen.kernels.quantized import Quantized
+from batchgen.kernels.sampling import check_columns
 
 # What a linear layer takes.
 Activation = Tensor | Quantized
@@ -78,11 +79,30 @@ class RowOps:
 
         Returns: None where the backend has no way that is better than `linear`.
         """
+        return self._product_backend(x, packed).linear_argmax(x, packed, width)
+
+    def linear_draw(
+        self, x: Activation, packed: PackedLinear, width: int, temperature: Tensor, uniform: Tensor
+    ) -> Tensor | None:
+        """The token that `sample` draws from the first `width` results of each row: x [T, K] -> [T] int64.
+
+        The results are not written anywhere. Rows are drawn by temperature alone, see `Draws`.
+
+        Shapes: temperature and uniform [T] float64, contiguous, on the CPU.
+
+        Returns: None where the backend has no way that is better than `linear`.
+        """
+        rows = x.values.shape[0] if isinstance(x, Quantized) else x.shape[0]
+        check_columns("linear_draw", torch.float64, (rows,), temperature=temperature, uniform=uniform)
+        return self._product_backend(x, packed).linear_draw(x, packed, width, temperature, uniform)
+
+    def _product_backend(self, x: Activation, packed: PackedLinear) -> KernelBackend:
+        """The backend of a product that is written nowhere, checked."""
         if isinstance(x, Quantized):
             checks.check_linear_int8(self.home, x, packed, None)
-            return self._backends["linear_int8"].linear_argmax(x, packed, width)
+            return self._backends["linear_int8"]
         checks.check_linear(self.home, x, packed, None)
-        return self._backends["linear"].linear_argmax(x, packed, width)
+        return self._backends["linear"]
 
     def quantize(self, x: Tensor, out: Quantized) -> Quantized:
         """Round activations to integers, each token by its largest |x|, ties to even.

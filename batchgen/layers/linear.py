@@ -96,6 +96,12 @@ class LinearLayer:
             return None
         return self.method.argmax(self.weights, x, width)
 
+    def draw(self, x: Activation, width: int, temperature: Tensor, uniform: Tensor) -> Tensor | None:
+        """A token drawn from the first `width` outputs of each row; None where that is not built."""
+        if self.parallel.size > 1:
+            return None
+        return self.method.draw(self.weights, x, width, temperature, uniform)
+
     def _adds_bias(self) -> bool:
         return True
 

@@ -188,13 +188,23 @@ class Decoder:
         room = self._workspace.activations(hidden.shape[0]).normed
         return self.head(self._as_input(hidden, self.head, room), self._workspace.logits(hidden.shape[0]))
 
-    def likeliest(self, hidden: Tensor, vocab_size: int) -> Tensor | None:
-        """The id of the largest logit below `vocab_size` of each final hidden state: [R, E] -> [R] int64.
+    def drawn(
+        self,
+        hidden: Tensor,
+        vocab_size: int,
+        temperature: Tensor | None = None,
+        uniform: Tensor | None = None,
+    ) -> Tensor | None:
+        """A token below `vocab_size` for each final hidden state: [R, E] -> [R] int64, -1 for none.
 
-        -1 where `Sampler.draw` would draw nothing. None where that is no faster than to ask for the logits.
+        By temperature alone, see `Kernels.linear_draw`; without one the likeliest. None where that is no
+        faster than to ask for the logits.
         """
         room = self._workspace.activations(hidden.shape[0]).normed
-        return self.head.argmax(self._as_input(hidden, self.head, room), vocab_size)
+        head_input = self._as_input(hidden, self.head, room)
+        if temperature is None or uniform is None:
+            return self.head.argmax(head_input, vocab_size)
+        return self.head.draw(head_input, vocab_size, temperature, uniform)
 
     def _as_input(self, x: Tensor, layer: Linear, room: InputRoom) -> Activation:
         """Floats in the form that the layer wants."""

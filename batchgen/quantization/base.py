@@ -118,6 +118,15 @@ class LinearMethod(ABC):
         """
         return None
 
+    def draw(
+        self, weights: Any, x: Activation, width: int, temperature: Tensor, uniform: Tensor
+    ) -> Tensor | None:
+        """A token drawn from the first `width` results of each row, without writing them anywhere.
+
+        See `Kernels.linear_draw`; None where that is not built.
+        """
+        return None
+
     @abstractmethod
     def tensors(self, weights: Any) -> list[Tensor]:
         """All that the weights keep in memory once they are processed."""

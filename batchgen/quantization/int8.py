@@ -109,6 +109,15 @@ class Int8(LinearMethod):
         return self.kernels.linear_argmax(x, weights.packed, width) if isinstance(x, Quantized) else None
 
     @override
+    def draw(
+        self, weights: IntegerWeights, x: Activation, width: int, temperature: Tensor, uniform: Tensor
+    ) -> Tensor | None:
+        assert weights.packed is not None
+        if not isinstance(x, Quantized):
+            return None
+        return self.kernels.linear_draw(x, weights.packed, width, temperature, uniform)
+
+    @override
     def tensors(self, weights: IntegerWeights) -> list[Tensor]:
         return [] if weights.packed is None else weights.packed.tensors()
 

@@ -68,6 +68,15 @@ class Unquantized(LinearMethod):
         return None if isinstance(x, Quantized) else self.kernels.linear_argmax(x, weights.packed, width)
 
     @override
+    def draw(
+        self, weights: FloatWeights, x: Activation, width: int, temperature: Tensor, uniform: Tensor
+    ) -> Tensor | None:
+        assert weights.packed is not None
+        if isinstance(x, Quantized):
+            return None
+        return self.kernels.linear_draw(x, weights.packed, width, temperature, uniform)
+
+    @override
     def tensors(self, weights: FloatWeights) -> list[Tensor]:
         return [] if weights.packed is None else weights.packed.tensors()
 

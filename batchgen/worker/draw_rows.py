@@ -1,7 +1,7 @@
 """DrawRows: the draws of a step as arrays, of which a step that goes on changes next to nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,6 @@ class DrawRows:
         known: the rules of each.
         positions: [R] int64, of the tokens that are drawn.
         is_plain: whether every row asks for a token and nothing else, from its logits as they are.
-        is_greedy: whether every row takes the largest logit.
     """
 
     def __init__(
@@ -36,6 +35,7 @@ class DrawRows:
         states: npt.NDArray[np.uint64],
         special_until: Places,
         draws: Draws,
+        ways: "_Ways | None" = None,
     ):
         self.known = known
         self.positions = positions
@@ -45,7 +45,7 @@ class DrawRows:
         self._special_until = special_until
         # `uniform` is that of another step, or of no draw.
         self._draws = draws
-        self.is_greedy = not bool(draws.temperature.any())
+        self._ways = ways or _Ways.of(draws)
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow], known: Sequence[RowRules]) -> "DrawRows":
@@ -90,6 +90,16 @@ class DrawRows:
                 row.num_generated += ahead
         return self._rows
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes the largest logit."""
+        return self._ways.is_greedy
+
+    @property
+    def is_by_temperature(self) -> bool:
+        """Whether no row leaves out any token but for its temperature."""
+        return self._ways.is_by_temperature
+
     def slots(self) -> list[int]:
         """The sequence that each token will belong to."""
         return [row.slot for row in self._rows]
@@ -98,8 +108,9 @@ class DrawRows:
         """Some of the rows, each a position further."""
         if len(places) == len(self) and bool((places == np.arange(len(self))).all()):
             return DrawRows(
-                self._rows, self.known, self.positions + 1, self._states, self._special_until, self._draws
-            )
+                self._rows, self.known, self.positions + 1, self._states, self._special_until, self._draws,
+                self._ways,
+            )  # fmt: skip
         chosen, index = places.tolist(), torch.from_numpy(places)
         draws = self._draws
         return DrawRows(
@@ -142,6 +153,20 @@ class DrawRows:
             return self._draws
         uniform = torch.from_numpy(uniforms_at(self._states, self.positions))
         return replace(self._draws, uniform=uniform, is_replaced=is_replaced)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """What holds of the ways in which all rows are drawn."""
+
+    is_greedy: bool
+    is_by_temperature: bool
+
+    @classmethod
+    def of(cls, draws: Draws) -> "_Ways":
+        is_drawn = draws.temperature > 0
+        cuts = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0)
+        return cls(not bool(is_drawn.any()), not bool((cuts & is_drawn).any()))
 
 
 class NewestTokens(Mapping[int, int]):

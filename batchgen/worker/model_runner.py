@@ -135,8 +135,8 @@ class ModelRunner:
         if not len(draws):
             return Drawn([])
         profile, started = self._profile, time.perf_counter()
-        if draws.is_plain and draws.is_greedy and len(draws) == hidden.shape[0]:
-            found = model.likeliest(hidden, self._sampler.vocab_size)
+        if draws.is_plain and draws.is_by_temperature and len(draws) == hidden.shape[0]:
+            found = self._draw_at_once(model, hidden, draws)
             if found is not None:
                 if profile is not None:
                     profile.head(started)
@@ -151,3 +151,11 @@ class ModelRunner:
         if profile is not None:
             profile.drawn(started)
         return drawn
+
+    def _draw_at_once(self, model: Decoder, hidden: torch.Tensor, draws: DrawRows) -> torch.Tensor | None:
+        """Tokens straight from the head; None if it cannot."""
+        vocab_size = self._sampler.vocab_size
+        if draws.is_greedy:
+            return model.drawn(hidden, vocab_size)
+        ways = draws.draws()
+        return model.drawn(hidden, vocab_size, ways.temperature, ways.uniform)

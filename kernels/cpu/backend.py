@@ -81,6 +81,12 @@ class CpuBackend(KernelBackend):
         return greedy.linear_argmax(self.calls, x, packed, width)
 
     @override
+    def linear_draw(
+        self, x: Tensor | Quantized, packed: PackedLinear, width: int, temperature: Tensor, uniform: Tensor
+    ) -> Tensor:
+        return greedy.linear_draw(self.calls, x, packed, width, temperature, uniform)
+
+    @override
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> PackedLinear:
         return int8.CpuInt8Linear(self.calls, self._weights, weight, scale, bias)
 

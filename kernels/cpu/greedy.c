@@ -1,10 +1,12 @@
-/* The largest logit of each row and its column, straight from the head's matrix product: part of it lies in the cache for a
- * moment, and no logits are written to memory. */
+/* A token for each row straight from the head's matrix product: part of it lies in the cache for a moment, and no logits are
+ * written to memory. Greedy rows take the largest; rows with a temperature are drawn as sampling.c draws them, from the
+ * stretch in which the token lies, computed again. */
 #include <math.h>
 
 #include "kernels.h"
 #include "linear_float.h"
 #include "linear_int8.h"
+#include "stretch.h"
 
 /* What is multiplied at once: a whole number of panels of both products. */
 #define COLUMNS 256
@@ -146,3 +148,119 @@ static void pick_run(const void *args, Step *step, int64_t chunk, int64_t of) {
 }
 
 const Kernel kernel_greedy_pick = {pick_chunks, pick_run};
+
+/* --- rows with a temperature --------------------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t width; /* columns from here on do not count */
+    int64_t chunks;
+    const double *temperature, *uniform; /* [rows]; 0 takes the largest */
+    float *tops;                         /* [rows][stretches] */
+    double *sums;                        /* [rows][stretches] */
+    int64_t *tokens;                     /* [rows] */
+} Draw;
+
+typedef struct {
+    LinearFloat product;
+    Draw draw;
+} DrawFloat;
+
+typedef struct {
+    LinearInt8 product;
+    Draw draw;
+} DrawInt8;
+
+static int64_t stretches_of(int64_t width) { return (width + STRETCH - 1) / STRETCH; }
+
+/* As in sampling.c. */
+static float scale_of(double temperature) {
+    float scale = (float)(1.0 / temperature);
+    return scale < 1e-30f ? 1e-30f : scale;
+}
+
+static void scan(const void *product, Multiply *multiply, int64_t rows, const Draw *d, Step *step, int64_t chunk,
+                 int64_t of) {
+    float values[GROUP_ROWS * COLUMNS] __attribute__((aligned(64)));
+    int64_t parts = (d->width + COLUMNS - 1) / COLUMNS, end = chunk_begin(parts, chunk + 1, of);
+    int64_t stretches = stretches_of(d->width);
+    for (int64_t part = chunk_begin(parts, chunk, of); part < end; part++) {
+        int64_t column = part * COLUMNS, column_end = min_of(column + COLUMNS, d->width);
+        for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
+            int64_t row_end = min_of(row + GROUP_ROWS, rows);
+            int error = multiply(product, row, row_end, column, column_end, values);
+            if (error) {
+                step_fail(step, error);
+                return;
+            }
+            for (int64_t r = row; r < row_end; r++)
+                for (int64_t at = column; at < column_end; at += STRETCH) {
+                    const float *x = values + (r - row) * COLUMNS + (at - column);
+                    int64_t place = r * stretches + at / STRETCH;
+                    float scale = d->temperature[r] > 0.0 ? scale_of(d->temperature[r]) : 0.0f;
+                    d->tops[place] = scan_stretch(x, column_end - at, scale, d->sums + place);
+                }
+        }
+    }
+}
+
+static int64_t draw_one(const void *product, Multiply *multiply, int64_t row, const Draw *d, Step *step) {
+    int64_t stretches = stretches_of(d->width);
+    const float *tops = d->tops + row * stretches;
+    double *sums = d->sums + row * stretches, total = 0.0, before = 0.0, target = 0.0;
+    int is_greedy = d->temperature[row] <= 0.0;
+    float scale = is_greedy ? 0.0f : scale_of(d->temperature[row]);
+    float top = weigh_stretches(tops, sums, stretches, scale, &total);
+    if (!isfinite(top)) return -1;
+    int64_t s = 0;
+    if (is_greedy)
+        while (tops[s] != top) s++;
+    else
+        s = find_stretch(sums, total, d->uniform[row], &before, &target);
+    /* The whole part, so that the product begins at a panel. */
+    float values[COLUMNS] __attribute__((aligned(64)));
+    int64_t begin = s * STRETCH, column = begin / COLUMNS * COLUMNS, column_end = min_of(column + COLUMNS, d->width);
+    int error = multiply(product, row, row + 1, column, column_end, values);
+    if (error) {
+        step_fail(step, error);
+        return -1;
+    }
+    const float *x = values + (begin - column);
+    int64_t place = 0;
+    if (is_greedy)
+        while (x[place] != top) place++;
+    else
+        place = find_in_stretch(x, column_end - begin, tops[s], scale, sums[s], before, target);
+    return begin + place;
+}
+
+static int64_t row_chunks(int64_t rows, const Step *step) { return even_chunks(rows, 10000, step); }
+
+static void draw_rows(const void *product, Multiply *multiply, int64_t rows, const Draw *d, Step *step, int64_t chunk,
+                      int64_t of) {
+    for (int64_t r = chunk_begin(rows, chunk, of); r < chunk_begin(rows, chunk + 1, of); r++)
+        d->tokens[r] = draw_one(product, multiply, r, d, step);
+}
+
+/* Two kernels for each product: `scan` looks at all columns, `pick` draws. */
+#define KERNELS_OF(NAME, ARGS, MULTIPLY) \
+    static int64_t NAME##_scan_chunks(const void *args, const Step *step) { \
+        const ARGS *a = args; \
+        return step_size(step, a->product.rows) ? a->draw.chunks : 0; \
+    } \
+    static void NAME##_scan_run(const void *args, Step *step, int64_t chunk, int64_t of) { \
+        const ARGS *a = args; \
+        scan(&a->product, MULTIPLY, step_size(step, a->product.rows), &a->draw, step, chunk, of); \
+    } \
+    const Kernel kernel_##NAME##_scan = {NAME##_scan_chunks, NAME##_scan_run}; \
+    static int64_t NAME##_pick_chunks(const void *args, const Step *step) { \
+        const ARGS *a = args; \
+        return row_chunks(step_size(step, a->product.rows), step); \
+    } \
+    static void NAME##_pick_run(const void *args, Step *step, int64_t chunk, int64_t of) { \
+        const ARGS *a = args; \
+        draw_rows(&a->product, MULTIPLY, step_size(step, a->product.rows), &a->draw, step, chunk, of); \
+    } \
+    const Kernel kernel_##NAME##_pick = {NAME##_pick_chunks, NAME##_pick_run};
+
+KERNELS_OF(draw_linear, DrawFloat, multiply_float)
+KERNELS_OF(draw_linear_int8, DrawInt8, multiply_int8)

@@ -14,6 +14,10 @@
     X(greedy_linear) \
     X(greedy_linear_int8) \
     X(greedy_pick) \
+    X(draw_linear_scan) \
+    X(draw_linear_pick) \
+    X(draw_linear_int8_scan) \
+    X(draw_linear_int8_pick) \
     X(gather_packed) \
     X(gather_rows) \
     X(rms_norm) \

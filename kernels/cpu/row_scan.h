@@ -12,14 +12,11 @@
 
 #include "op.h"
 #include "simd.h"
+#include "stretch.h"
 
-#define STRETCH 128
 
 /* Below this many logits a second thread costs more than it brings. */
 #define SERIAL_LOGITS 131072
-
-typedef double vd __attribute__((vector_size(VW * 4), may_alias));
-typedef float vh_unaligned __attribute__((vector_size(VW * 2), aligned(4), may_alias));
 
 /* Memory of one thread, for rows of n values. All but `memory` are parts of it, with room for a stretch more. */
 typedef struct {
@@ -98,25 +95,6 @@ static inline void weigh(const float *x, int64_t count, float top, float scale, 
         i += VW;
     }
     if (i < end) memset(weights + i, 0, (size_t)(end - i) * 4);
-}
-
-static inline double lane_sum(vd x) {
-    double lane[VW / 2];
-    memcpy(lane, &x, sizeof lane);
-    for (int width = VW / 4; width; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-    return lane[0];
-}
-
-INLINE vd widen(const float *x) { return __builtin_convertvector(*(const vh_unaligned *)x, vd); }
-
-static inline double stretch_sum(const float *weights) {
-    vd low = {0}, high = {0};
-    for (int i = 0; i < STRETCH; i += VW) {
-        low += widen(weights + i);
-        high += widen(weights + i + VW / 2);
-    }
-    return lane_sum(low + high);
 }
 
 /* The sum of any number of weights. */

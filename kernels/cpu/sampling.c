@@ -58,20 +58,22 @@ static float nucleus_edge(float *active, float *spare, int64_t count, double sha
     }
 }
 
-/* Gathers every token that may be in the nucleus of a row that `weigh_row` has weighed; returns how many. */
-static int64_t gather_nucleus(int64_t n, double top_p, double total, Space *space) {
-    double left_out = (1.0 - top_p) * total;
+/* The logit of a weight, a little lowered so that rounding leaves nothing out. */
+static float bound_of(double weight, float top, float scale) {
+    double bound = (double)top + (log(weight) - 1e-4) / (double)scale;
+    return (float)(bound - 1e-6 * fabs(bound));
+}
+
+/* Gathers every token that may be in the nucleus of a row whose stretches are weighed, with its weight; returns how many. */
+static int64_t gather_nucleus(const Draw *draw, float top, float scale, double total, Space *space) {
+    double left_out = (1.0 - draw->top_p) * total;
     int64_t found = 0;
     /* All that weigh less than left_out / n can be left out together. */
     for (int attempt = 0; attempt < 2; attempt++) {
-        float bound = 0.999999f * (float)(left_out / (attempt ? (double)n : LIKELY_NUCLEUS));
-        found = 0;
-        for (int64_t s = 0; s * STRETCH < n; s++) {
-            if (space->sums[s] < (double)bound) continue;
-            int64_t begin = s * STRETCH, count = n - begin < STRETCH ? n - begin : STRETCH;
-            found = gather(space->weights + begin, count, begin, bound, space->list, space->ids, found);
-        }
-        if (plain_sum(space->list, found) >= top_p * total && found) break;
+        double lightest = left_out / (attempt ? (double)draw->n : LIKELY_NUCLEUS);
+        found = gather_row(draw->x, draw->n, bound_of(lightest, top, scale), space);
+        weigh(space->list, found, top, scale, space->list);
+        if (plain_sum(space->list, found) >= draw->top_p * total && found) break;
     }
     return found;
 }
@@ -103,22 +105,19 @@ static int64_t keep_heavier(int64_t count, double lightest, Space *space) {
     return kept;
 }
 
-/* What top_k, top_p and min_p leave, as space->ids and weights in space->list; returns how many. */
-static int64_t filter(const Draw *draw, float top, float scale, Space *space) {
+/* What top_k, top_p and min_p leave, as space->ids and weights in space->list; returns how many. `total` is the weight of
+ * the whole row where only top_p cuts. */
+static int64_t filter(const Draw *draw, float top, float scale, double total, Space *space) {
     int64_t n = draw->n, count;
-    double total = 0.0;
     if (0 < draw->top_k && draw->top_k < n) {
         float kth;
         count = gather_largest(draw->x, n, draw->top_k, space, &kth);
         weigh(space->list, count, top, scale, space->list);
         total = sum_list(space->list, count, space);
     } else if (draw->top_p < 1.0) {
-        total = weigh_row(draw->x, n, top, scale, space);
-        count = gather_nucleus(n, draw->top_p, total, space);
+        count = gather_nucleus(draw, top, scale, total, space);
     } else {
-        /* A little below the bound, so that rounding leaves nothing out. */
-        double bound = (double)top + (log(draw->min_p) - 1e-4) / (double)scale;
-        count = gather_row(draw->x, n, (float)(bound - 1e-6 * fabs(bound)), space);
+        count = gather_row(draw->x, n, bound_of(draw->min_p, top, scale), space);
         weigh(space->list, count, top, scale, space->list);
     }
     if (draw->top_p < 1.0) count = keep_nucleus(count, draw->top_p, total, space);
@@ -138,21 +137,44 @@ static void replace(const Draw *draw, int64_t count, Space *space) {
     for (int64_t i = 0; i < count; i++) draw->x[space->ids[i]] = space->active[i];
 }
 
+static float scale_of(const Draw *draw) {
+    float scale = (float)(1.0 / draw->temperature);
+    return scale < 1e-30f ? 1e-30f : scale;
+}
+
+/* Fills space->maxima and space->sums, the weights of the stretches; the largest value of the row, or NaN. */
+static float weigh_whole(const Draw *draw, float scale, double *total, Space *space) {
+    int64_t stretches = stretches_of(draw->n);
+    for (int64_t s = 0; s < stretches; s++)
+        space->maxima[s] = scan_stretch(draw->x + s * STRETCH, draw->n - s * STRETCH, scale, space->sums + s);
+    return weigh_stretches(space->maxima, space->sums, stretches, scale, total);
+}
+
+/* A token by temperature alone, of a row that is weighed. */
+static int64_t draw_plainly(const Draw *draw, float scale, double total, const Space *space) {
+    double before, target;
+    int64_t s = find_stretch(space->sums, total, draw->u, &before, &target), begin = s * STRETCH;
+    return begin + find_in_stretch(draw->x + begin, draw->n - begin, space->maxima[s], scale, space->sums[s], before,
+                                   target);
+}
+
 /* The token, or -1 if there is nothing to draw from. */
 static int64_t draw_row(const Draw *draw, Space *space) {
-    float top = scan_maxima(draw->x, draw->n, space);
+    int is_greedy = draw->temperature <= 0.0, has_k = 0 < draw->top_k && draw->top_k < draw->n;
+    int is_plain = !has_k && draw->top_p >= 1.0 && draw->min_p <= 0.0;
+    float scale = is_greedy ? 1.0f : scale_of(draw);
+    double total = 0.0;
+    int wants_weights = !is_greedy && (is_plain || (!has_k && draw->top_p < 1.0));
+    float top = wants_weights ? weigh_whole(draw, scale, &total, space) : scan_maxima(draw->x, draw->n, space);
     if (!isfinite(top)) return -1;
-    if (draw->temperature <= 0.0) return first_of(draw->x, draw->n, top, space);
-    float scale = (float)(1.0 / draw->temperature);
-    if (scale < 1e-30f) scale = 1e-30f;
+    if (is_greedy) return first_of(draw->x, draw->n, top, space);
     int64_t count = -1, place;
-    if ((0 < draw->top_k && draw->top_k < draw->n) || draw->top_p < 1.0 || draw->min_p > 0.0) {
-        count = filter(draw, top, scale, space);
-        double total = sum_list(space->list, count, space);
-        place = space->ids[pick(space->list, space->sums, total, draw->u)];
+    if (is_plain) {
+        place = draw_plainly(draw, scale, total, space);
     } else {
-        double total = weigh_row(draw->x, draw->n, top, scale, space);
-        place = pick(space->weights, space->sums, total, draw->u);
+        count = filter(draw, top, scale, total, space);
+        total = sum_list(space->list, count, space);
+        place = space->ids[pick(space->list, space->sums, total, draw->u)];
     }
     if (draw->is_replaced) replace(draw, count, space);
     return place;

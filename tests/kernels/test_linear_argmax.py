@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels.ops import Kernels, choose
+from batchgen.kernels.ops import Kernels, PackedLinear, choose
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.sampling import Draws
 
@@ -29,20 +29,25 @@ def greedy(kernels: Kernels, logits: Tensor) -> list[int]:
     return kernels.sample(logits, draws).tolist()
 
 
+def product(
+    kernels: Kernels, rows: int, columns: int, bits: int | None
+) -> tuple[Tensor | Quantized, PackedLinear]:
+    draw = torch.Generator().manual_seed(rows + columns)
+    x = torch.randn(rows, WIDTH, generator=draw)
+    if bits is None:
+        return x, kernels.pack_linear(torch.randn(columns, WIDTH, generator=draw))
+    weight = torch.randint(-127, 128, (columns, WIDTH), generator=draw, dtype=torch.int8)
+    packed = kernels.pack_int8(weight, 0.001 * torch.rand(columns, generator=draw) + 0.0001)
+    return kernels.quantize(x, Quantized.empty(rows, WIDTH, bits, torch.device("cpu"))), packed
+
+
 @pytest.mark.parametrize("rows", [1, 3, 65, 130])
 @pytest.mark.parametrize(("columns", "vocab"), [(40, 40), (1000, 1000), (1000, 701), (3001, 2999)])
 @pytest.mark.parametrize("bits", [None, 8, 16])
 def test_it_is_the_greedy_draw_from_the_results(
     kernels: Kernels, rows: int, columns: int, vocab: int, bits: int | None
 ) -> None:
-    draw = torch.Generator().manual_seed(rows + columns)
-    x: Tensor | Quantized = torch.randn(rows, WIDTH, generator=draw)
-    if bits is None:
-        packed = kernels.pack_linear(torch.randn(columns, WIDTH, generator=draw))
-    else:
-        weight = torch.randint(-127, 128, (columns, WIDTH), generator=draw, dtype=torch.int8)
-        packed = kernels.pack_int8(weight, torch.rand(columns, generator=draw) + 0.1)
-        x = kernels.quantize(x, Quantized.empty(rows, WIDTH, bits, torch.device("cpu")))
+    x, packed = product(kernels, rows, columns, bits)
     logits = kernels.linear(x, packed)
     found = kernels.linear_argmax(x, packed, vocab)
     assert found is not None
@@ -65,3 +70,25 @@ def test_equal_results_and_rows_without_a_largest_one(kernels: Kernels) -> None:
     found = kernels.linear_argmax(x[3:], packed, 600)
     assert found is not None
     assert found.tolist() == greedy(kernels, kernels.linear(x[3:], packed)) == [-1, -1]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 130])
+@pytest.mark.parametrize(("columns", "vocab"), [(40, 40), (1000, 701), (3001, 2999)])
+@pytest.mark.parametrize("bits", [None, 8, 16])
+def test_a_draw_by_temperature_is_that_from_the_results(
+    kernels: Kernels, rows: int, columns: int, vocab: int, bits: int | None
+) -> None:
+    x, packed = product(kernels, rows, columns, bits)
+    draw = torch.Generator().manual_seed(columns)
+    nothing = torch.zeros(rows, dtype=torch.float64)
+    temperature = torch.tensor([0.0, 0.3, 1.0, 5.0, 100.0], dtype=torch.float64).repeat(rows)[:rows]
+    logits = kernels.linear(x, packed)
+    for _ in range(20):
+        uniform = torch.rand(rows, generator=draw, dtype=torch.float64)
+        draws = Draws(
+            temperature=temperature, top_k=torch.zeros(rows, dtype=torch.int64), top_p=nothing + 1,
+            min_p=nothing, uniform=uniform,
+        )  # fmt: skip
+        found = kernels.linear_draw(x, packed, vocab, temperature, uniform)
+        assert found is not None
+        assert found.tolist() == kernels.sample(logits[:, :vocab].contiguous(), draws).tolist()
