@@ -50,8 +50,7 @@ class RotatedSource:
                 return self._rotation.inputs(tensor)
             norm = _FINAL_NORM if module == _HEAD else f"{place}.{_READERS.get(in_layer)}"
             if module == _HEAD or in_layer in _READERS:
-                scale = self._source.read(f"{norm}.weight").to(torch.float32)
-                return self._rotation.inputs(tensor.to(torch.float32) * scale)
+                return self._rotation.inputs(tensor, self._source.read(f"{norm}.weight"))
         return tensor
 
 

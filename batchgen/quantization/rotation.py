@@ -34,9 +34,16 @@ class Rotation:
         generator = torch.Generator().manual_seed(seed)
         self._signs = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1.0
 
-    def inputs(self, weight: Tensor) -> Tensor:
-        """What turned inputs are multiplied by: weight [..., E] -> weight · R, as float32."""
+    def inputs(self, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+        """What turned inputs are multiplied by: weight [..., E] -> weight · R, as float32.
+
+        Args:
+            weight: of any floating dtype.
+            scale: [E], multiplied to the weight's last dimension first.
+        """
         signs = self._signs.to(weight.device)
+        if scale is not None:
+            signs = signs * scale.to(signs)
         factors = [factor.to(weight.device) for factor in reversed(self._factors)]
         rows = weight.reshape(-1, self.size)
         turned = torch.empty(rows.shape, dtype=torch.float32, device=weight.device)

@@ -19,6 +19,7 @@ from batchgen.models.weight_source import SafetensorsSource, WeightSource
 from batchgen.models.weights import WeightLoader, load_weights
 from batchgen.quantization.base import method_for
 from batchgen.quantization.rotation import Rotation
+from batchgen.worker.device import hand_back_memory
 from batchgen.worker.load_while_running import load_while_running
 
 log = logging.getLogger("batchgen.worker")
@@ -89,6 +90,8 @@ class ModelFiles:
             load_while_running(model, WeightLoader(model, source))
         else:
             load_weights(model, source)
+        # What lay on the way of the weights is many times what the next step needs.
+        hand_back_memory()
         log.info("weights of %s loaded in %.1f s", self.location.name, time.perf_counter() - begin)
         return model
 
