@@ -55,7 +55,6 @@ COLUMNS = {
                 "vllm": {"model": "hf", "dtype": "float32"},
                 "openvino": {"model": "ov-f16", "hint": "f32", "kv": "f32"},
                 "transformers": {"model": "hf", "dtype": "float32"},
-                "llama-cpp": {"model": "f32.gguf", "kv": "f32"},
             },
         ),
         Column(
@@ -64,7 +63,6 @@ COLUMNS = {
             {
                 "batchgen": {"dtype": "float32", "kv_cache_dtype": "float16"},
                 "openvino": {"model": "ov-f16", "hint": "f32", "kv": "f16"},
-                "llama-cpp": {"model": "f32.gguf", "kv": "f16"},
             },
         ),
         Column(
@@ -74,7 +72,6 @@ COLUMNS = {
                 "batchgen": {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8"},
                 "vllm": {"model": "w8a8", "dtype": "bfloat16"},
                 "openvino": {"model": "ov-q8_0"},
-                "llama-cpp": {"model": "q8_0.gguf", "kv": "f16"},
             },
         ),
         Column(

@@ -71,7 +71,7 @@ def main() -> None:
             lines.write(json.dumps(facts) + "\n")
             lines.flush()
 
-        module = importlib.import_module("benchmarks.peers.engines." + order["engine"].replace("-", "_"))
+        module = importlib.import_module("benchmarks.peers.engines." + order["engine"])
         start = time.perf_counter()
         try:
             engine = module.Engine(order)

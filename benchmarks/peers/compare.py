@@ -1,9 +1,9 @@
 """batchgen and its peers on the same requests, the same weights and the same machine, in one sitting.
 
-    python -m benchmarks.peers.compare FOLDER --vllm PYTHON --openvino PYTHON --transformers PYTHON ...
+    python -m benchmarks.peers.compare FOLDER --vllm PYTHON --openvino PYTHON --transformers PYTHON
 
 FOLDER is what `benchmarks.peers.prepare` wrote. A peer takes part if its environment's interpreter is
-named, here or by BATCHGEN_PEER_VLLM, _OPENVINO, _TRANSFORMERS, _LLAMA_CPP. Every run is a process of its
+named, here or by BATCHGEN_PEER_VLLM, _OPENVINO, _TRANSFORMERS. Every run is a process of its
 own; in each round every column goes through all engines before the next begins, another engine first each
 time. Greedy, end-of-text ignored, exact output counts, prefix caches cold, the machine waited for until it
 is idle; loading is timed apart. Prints output tokens/s (medians) and batchgen's ratio to the best peer,
@@ -24,7 +24,7 @@ from benchmarks.peers.cases import COLUMNS, Case, Column, make_cases
 from benchmarks.peers.picture import draw
 from benchmarks.peers.summary import OURS, Cell, groups, memory_table, ratio, table
 
-PEERS = ("vllm", "openvino", "transformers", "llama-cpp")
+PEERS = ("vllm", "openvino", "transformers")
 DEFAULT_COLUMNS = "fp32,fp32-kv16,int8"
 
 
@@ -47,8 +47,12 @@ class Sitting:
                 self._run(column, engine)
 
     def _run(self, column: Column, engine: str) -> None:
+        asked = self._order(column, engine)
+        if engine != OURS and not Path(asked["model"]).exists():
+            self._refuse(column, engine, f"no {asked['model']}; benchmarks.peers.prepare makes it")
+            return
         order = self._folder / "order.json"
-        order.write_text(json.dumps(self._order(column, engine)), encoding="utf-8")
+        order.write_text(json.dumps(asked), encoding="utf-8")
         lines, log = self._folder / "lines.jsonl", self._folder / f"{column.name}-{engine}.log"
         lines.unlink(missing_ok=True)
         with log.open("w") as output:
@@ -169,7 +173,7 @@ def _arguments() -> argparse.Namespace:
     parser = record.arguments(__doc__)
     parser.add_argument("folder", type=Path, help="what benchmarks.peers.prepare wrote")
     for peer in PEERS:
-        variable = "BATCHGEN_PEER_" + peer.upper().replace("-", "_")
+        variable = "BATCHGEN_PEER_" + peer.upper()
         parser.add_argument(f"--{peer}", metavar="PYTHON", default=os.environ.get(variable))
     parser.add_argument("--model", help="another model for batchgen than FOLDER/hf")
     parser.add_argument("--columns", default=DEFAULT_COLUMNS, help=f"of {', '.join(COLUMNS)}")
@@ -194,7 +198,7 @@ def main() -> None:
     config = json.loads((args.folder / "hf" / "config.json").read_text(encoding="utf-8"))
     cases = make_cases(args.cases, args.limit, config["vocab_size"])
     columns = [COLUMNS[name] for name in args.columns.split(",")]
-    named = {peer: getattr(args, peer.replace("-", "_")) for peer in PEERS}
+    named = {peer: getattr(args, peer) for peer in PEERS}
     pythons = {OURS: sys.executable} | {peer: python for peer, python in named.items() if python}
     if len(pythons) == 1:
         print("no peer's environment is named: batchgen runs alone")

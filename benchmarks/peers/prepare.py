@@ -1,15 +1,14 @@
-"""The files that the peers read, made from one GGUF: every engine then runs the same weights.
+"""The files that the peers read, made from one model: every engine then runs the same weights.
 
-    python -m benchmarks.peers.prepare MODEL.gguf FOLDER [--openvino PYTHON]
+    python -m benchmarks.peers.prepare MODEL FOLDER [--openvino PYTHON]
 
-MODEL may also be `package:NAME/FILE`. In the environment of batchgen with transformers, accelerate and
-gguf. Writes to FOLDER, all with weights rounded to bfloat16 first, which every one of these formats holds
-or starts from:
+MODEL is a GGUF file, `package:NAME/FILE`, or a folder with safetensors, which OpenVINO cannot be given. In
+the environment of batchgen with transformers, accelerate and gguf. Writes to FOLDER; a GGUF's weights are
+rounded to bfloat16 first, which every one of these formats holds or starts from:
 
     hf/                safetensors in bfloat16, and the tokenizer  (batchgen, vLLM, transformers)
     w8a8/              int8 weights with a scale for each output, activations quantized as they come  (vLLM)
-    f32.gguf f16.gguf q8_0.gguf                                    (llama.cpp, and OpenVINO's source)
-    ov-f16/ ov-q8_0/   OpenVINO's own files, with --openvino
+    ov-f16/ ov-q8_0/   with --openvino: its own files, from f16.gguf and q8_0.gguf beside them
     model.txt          what all of it was made from, for the results
 """
 
@@ -30,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from batchgen.models.location import resolve_model
 
 KINDS = {
-    "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
@@ -136,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="a GGUF file, or package:NAME/FILE")
+    parser.add_argument("model", help="a GGUF file, package:NAME/FILE or a folder with safetensors")
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "--openvino", metavar="PYTHON", help="the interpreter of OpenVINO GenAI's environment"
@@ -144,19 +142,18 @@ def main() -> None:
     args = parser.parse_args()
 
     source = resolve_model(args.model).path
-    if not source.is_file():
-        raise SystemExit(
-            f"{args.model} is no GGUF file; a model folder can be made one by llama.cpp's converter"
-        )
+    if source.is_dir() and args.openvino:
+        raise SystemExit(f"{args.model} is a folder; OpenVINO's files are made from a GGUF")
     args.folder.mkdir(parents=True, exist_ok=True)
-    (args.folder / "model.txt").write_text(args.model.rsplit("/", 1)[-1] + "\n", encoding="utf-8")
-    make_hf(source, args.folder / "hf")
+    (args.folder / "model.txt").write_text(args.model.rstrip("/").rsplit("/", 1)[-1] + "\n", encoding="utf-8")
+    if source.is_dir():
+        shutil.copytree(source, args.folder / "hf", dirs_exist_ok=True)
+    else:
+        make_hf(source, args.folder / "hf")
     make_w8a8(args.folder / "hf", args.folder / "w8a8")
-    for kind in KINDS:
+    for kind in KINDS if args.openvino else ():
         make_gguf(source, args.folder / f"{kind}.gguf", kind)
-    if args.openvino:
-        for kind in ("f16", "q8_0"):
-            make_openvino(args.openvino, args.folder / f"{kind}.gguf", args.folder / f"ov-{kind}")
+        make_openvino(args.openvino, args.folder / f"{kind}.gguf", args.folder / f"ov-{kind}")
     print(*sorted(path.name for path in args.folder.iterdir()), f"in {args.folder}")
 
 
