@@ -51,7 +51,7 @@ class Rotation:
         slab_rows = max(1, _SLAB_VALUES // self.size)
         for begin in range(0, len(rows), slab_rows):
             slab = rows[begin : begin + slab_rows].to(torch.float32) * signs
-            slab = slab.contiguous().unflatten(-1, tuple(len(factor) for factor in self._factors))
+            slab = slab.contiguous().view(-1, *(len(factor) for factor in self._factors))
             for axis, factor in enumerate(factors, start=1):
                 slab = torch.matmul(slab.movedim(-axis, -1), factor).movedim(-1, -axis)
             turned[begin : begin + slab_rows] = slab.flatten(1)
