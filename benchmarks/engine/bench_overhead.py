@@ -3,7 +3,7 @@
     python -m benchmarks.engine.bench_overhead --quantization int8
 
 All requests decode together in this process. Of each step that only decodes the time is split: the recorded
-forward pass, the head (with greedy rows the search for the largest logit is part of it), drawing, and the
+forward pass, the head (where tokens are drawn straight from it, drawing is part of it), drawing, and the
 rest, which is Python: scheduling, building the batch, taking in tokens, telling the caller. Medians over the
 steps. A second run gives each row a temperature, so that the sampler has something to do.
 """
@@ -95,7 +95,7 @@ def main() -> None:
     model = runner._memory.model
     timer.watch(model, "run", "forward")
     timer.watch(model, "logits", "head")
-    timer.watch(model, "likeliest", "head")
+    timer.watch(model, "drawn", "head")
     timer.watch(runner._sampler, "draw", "sampling")
     for temperature in (0.0, 0.8):
         found = measure(core, timer, args.batch, args.new_tokens, temperature)

@@ -99,13 +99,10 @@ static inline void weigh(const float *x, int64_t count, float top, float scale, 
 
 /* The sum of any number of weights. */
 static inline double plain_sum(const float *weights, int64_t count) {
-    vd low = {0}, high = {0};
+    Sums sums = {0};
     int64_t i = 0;
-    for (; i + VW <= count; i += VW) {
-        low += widen(weights + i);
-        high += widen(weights + i + VW / 2);
-    }
-    double sum = lane_sum(low + high);
+    for (; i + UNIT <= count; i += UNIT) add_unit(&sums, weights + i);
+    double sum = sum_of(&sums);
     for (; i < count; i++) sum += (double)weights[i];
     return sum;
 }

@@ -14,23 +14,29 @@
 typedef double vd __attribute__((vector_size(VW * 4), may_alias));
 typedef float vh_unaligned __attribute__((vector_size(VW * 2), aligned(4), may_alias));
 
-static inline double lane_sum(vd x) {
-    double lane[VW / 2];
-    memcpy(lane, &x, sizeof lane);
-    for (int width = VW / 4; width; width /= 2)
+INLINE vd widen(const float *x) { return __builtin_convertvector(*(const vh_unaligned *)x, vd); }
+
+/* 16 running sums of weights: those of a place modulo 16, whatever the width of a vector. */
+typedef struct {
+    vd part[2 * UNIT / VW];
+} Sums;
+
+INLINE void add_unit(Sums *sums, const float *weights) {
+    for (int i = 0; i < 2 * UNIT / VW; i++) sums->part[i] += widen(weights + i * (VW / 2));
+}
+
+INLINE double sum_of(const Sums *sums) {
+    double lane[UNIT];
+    memcpy(lane, sums->part, sizeof lane);
+    for (int width = UNIT / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lane[i] += lane[i + width];
     return lane[0];
 }
 
-INLINE vd widen(const float *x) { return __builtin_convertvector(*(const vh_unaligned *)x, vd); }
-
 static inline double stretch_sum(const float *weights) {
-    vd low = {0}, high = {0};
-    for (int i = 0; i < STRETCH; i += VW) {
-        low += widen(weights + i);
-        high += widen(weights + i + VW / 2);
-    }
-    return lane_sum(low + high);
+    Sums sums = {0};
+    for (int i = 0; i < STRETCH; i += UNIT) add_unit(&sums, weights + i);
+    return sum_of(&sums);
 }
 
 /* A whole stretch: `x` itself, or `edge` with -infinity past the last. */
