@@ -9,6 +9,7 @@ from batchgen.errors import ConfigError
 from batchgen.kernels.ops import choose
 from batchgen.models.model_config import ModelConfig
 from batchgen.worker.decisions import Decisions
+from batchgen.worker.device import is_host
 from batchgen.worker.machine_speed import product_speeds
 
 log = logging.getLogger("batchgen.worker")
@@ -33,8 +34,8 @@ def decide_quantization(
     if asked is None:
         return None
     obstacle = None
-    if device.type != "cpu" or dtype != "float32":
-        obstacle = f"int8 is built for float32 activations on a CPU, not for {dtype} on {device.type}"
+    if not is_host(device) or dtype != "float32":
+        obstacle = f"int8 is built for float32 activations on a CPU, not for {dtype} on {device}"
     elif asked == "auto" and shape.quantization is not None:
         obstacle = "the checkpoint is quantized already"
     if asked == "auto":
