@@ -96,7 +96,7 @@ _SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recov
 _V3 = frozenset({"avx2", "fma", "f16c"})
 _V4 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 TARGETS = {
-    "arm": Target("aarch64", ("-march=armv8-a",), "NEON, 16 bits"),
+    "arm": Target("aarch64", ("-march=armv8-a",), "NEON"),
     "arm-dot-products": Target("aarch64", ("-march=armv8.2-a+dotprod+fp16",), "NEON dot products"),
     "x86": Target("x86_64", ("-march=x86-64",), "SSE2, 16 bits", is_fused=False),
     "x86-avx2": Target("x86_64", ("-march=x86-64-v3",), "AVX2, 16 bits", _V3),

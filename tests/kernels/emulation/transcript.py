@@ -290,6 +290,7 @@ def _operations() -> dict[str, Operation]:
     names = [module.name for module in iter_modules(cpu_kernels.__path__, f"{cpu_kernels.__name__}.")]
     modules = [import_module(name) for name in names]
     declared = [value for module in modules for value in vars(module).values()]
+    declared += [each for value in declared if isinstance(value, tuple) for each in value]
     return {value.name: value for value in declared if isinstance(value, Operation)}
 
 

@@ -161,8 +161,8 @@ def integer_linear(run: Run, shape: tuple[int, int, int], bits: int, is_full: bo
     run.same("last row alone", run.kernels.linear(values[rows - 1 :], packed), whole[rows - 1 :])
 
 
-def greedy(run: Run, bits: int) -> None:
-    """The largest of all products of a row, or of the first columns only; a row that holds a NaN has none."""
+def drawn(run: Run, bits: int) -> None:
+    """Draws from the products of a row, all or the first columns only; a row that holds a NaN has none."""
     x, weight, bias = run.draw(150, 48), run.draw(700, 48), run.draw(700)
     x[7, 5] = NAN
     if bits == 32:
@@ -170,12 +170,23 @@ def greedy(run: Run, bits: int) -> None:
     else:
         whole = (weight * 30).clamp(-127, 127).to(torch.int8)
         given, packed = rounded(run, x, bits), run.kernels.pack_int8(whole, bias.abs() * 0.01, bias)
+    nothing = torch.zeros(150, dtype=torch.float64)
+    uniform = run.integers(0, 1000, 150) / torch.tensor(1000, dtype=torch.float64)
     for width in (700, 500, 3):
-        found = run.kernels.linear_argmax(given, packed, width)
-        if found is None:  # the reference has none
+        for temperature in (nothing, nothing + 5):
+            draws = Draws(
+                temperature=temperature, top_k=torch.zeros(150, dtype=torch.int64), top_p=nothing + 1,
+                min_p=nothing, uniform=uniform,
+            )  # fmt: skip
+            found = run.kernels.linear_draw(given, packed, width, temperature, uniform)
+            if found is None:  # the reference has none
+                found = run.kernels.sample(run.kernels.linear(given, packed)[:, :width].contiguous(), draws)
+            run.equal(f"draws of {width}", found)
+        best = run.kernels.linear_argmax(given, packed, width)
+        if best is None:
             top = run.kernels.linear(given, packed)[:, :width].max(1)
-            found = torch.where(top.values.isnan(), -1, top.indices)
-        run.equal(f"of {width}", found)
+            best = torch.where(top.values.isnan(), -1, top.indices)
+        run.equal(f"best of {width}", best)
 
 
 def kept(run: Run, kv_dtype: str) -> None:
@@ -333,7 +344,7 @@ def all_cases() -> Iterator[tuple[str, str, Case]]:
                 name = f"integers {shape}, {bits} bits{', full' if is_full else ''}"
                 yield name, "float32", partial(integer_linear, shape=shape, bits=bits, is_full=is_full)
     for bits in (8, 16, 32):
-        yield f"greedy, {bits} bits", "float32", partial(greedy, bits=bits)
+        yield f"drawn from products, {bits} bits", "float32", partial(drawn, bits=bits)
     for kv_dtype in KV_DTYPES:
         if kv_dtype != "int8":
             yield f"kept in {kv_dtype}", "float32", partial(kept, kv_dtype=kv_dtype)
