@@ -37,12 +37,13 @@ void bg_linear_pack(const float *weight, float *packed, int64_t columns, int64_t
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t p = 0; p < panels; p++) {
         float *to = packed + p * depth * PANEL;
-        for (int c = 0; c < PANEL; c++) {
-            int64_t n = p * PANEL + c;
-            if (n < columns)
-                for (int64_t k = 0; k < depth; k++) to[k * PANEL + c] = weight[n * depth + k];
-            else
-                for (int64_t k = 0; k < depth; k++) to[k * PANEL + c] = 0.0f;
+        /* Some of K at a time, so that the lines written to stay in the L1 cache for all columns. */
+        for (int64_t k = 0; k < depth; k += 16) {
+            int64_t end = k + 16 < depth ? k + 16 : depth;
+            for (int c = 0; c < PANEL; c++) {
+                int64_t n = p * PANEL + c;
+                for (int64_t i = k; i < end; i++) to[i * PANEL + c] = n < columns ? weight[n * depth + i] : 0.0f;
+            }
         }
     }
 }
