@@ -1,12 +1,15 @@
-"""The cpu backend's paged attention beside torch's scaled_dot_product_attention on dense tensors, in one run.
+"""The cpu backend's paged attention for every type of KV cache, as shares of what the machine gives, in one run.
 
     python -m benchmarks.kernels.bench_attention --threads 2
 
-torch has no paged attention: it gets its keys and values dense, which a server never has. Decode is bound by
-reading the cache, so its rate is also given as a share of what a plain sum over as much memory reads.
+Beside it torch's scaled_dot_product_attention in float32, on keys and values that lie dense, which a server never
+has. All take turns, so a drift of the machine hits all. Each goes round several caches, as the layers of a model
+do. Decode is bound by reading the cache: its rate counts the bytes of the cache, and in brackets stands the share of
+what a plain read does in the same run; where sequences share a beginning, tokens that are read once count once.
+Prefill is bound by arithmetic: its rate counts scores and weighted values of what queries see, the share is of float32
+multiply-adds (8-bit products may exceed it). Rates are of the fastest repeat.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,97 +18,142 @@ import torch
 from torch.nn import functional
 
 from batchgen.kernels.cases import AttentionCase, make_inputs
+from batchgen.kernels.ceilings import Ceilings
+from batchgen.kernels.cpu import ceilings
 from batchgen.kernels.ops import choose
 from benchmarks import record
 
 LAYERS = 8  # caches that take turns, as the layers of a model do
+KV_DTYPES = ("float32", "float16", "bfloat16", "int8")
 
-# name, queries a sequence, tokens a sequence, sequences, query heads, key/value heads, head size
+# name, queries a sequence, tokens a sequence, sequences, query heads, key/value heads, head size, shared tokens
 CASES = (
-    ("decode", 1, 512, 64, 9, 3, 64),
-    ("decode, short", 1, 90, 128, 9, 3, 64),
-    ("decode, long", 1, 4096, 8, 9, 3, 64),
-    ("decode, large heads", 1, 512, 32, 32, 8, 128),
-    ("prefill", 512, 512, 2, 9, 3, 64),
-    ("prefill, short", 92, 92, 8, 9, 3, 64),
-    ("chunk of a long prompt", 256, 4096, 1, 9, 3, 64),
+    ("decode", 1, 512, 64, 9, 3, 64, 0),
+    ("decode, short", 1, 90, 128, 9, 3, 64, 0),
+    ("decode, long", 1, 4096, 8, 9, 3, 64, 0),
+    ("decode, large heads", 1, 512, 32, 32, 8, 128, 0),
+    ("decode, shared prefix", 1, 1000, 64, 9, 3, 64, 928),
+    ("prefill", 512, 512, 2, 9, 3, 64, 0),
+    ("prefill, short", 92, 92, 8, 9, 3, 64, 0),
+    ("chunk of a long prompt", 256, 6000, 1, 9, 3, 64, 0),
 )
 
 
-def fastest(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each, taking turns, after a warm-up."""
+def measure(case: AttentionCase, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of one layer for each contestant, per repeat."""
+    works: dict[str, Callable[[], Any]] = {}
+    for kv_dtype in KV_DTYPES:
+        kernels = choose(
+            "cpu",
+            "float32",
+            backend="cpu",
+            head_dim=case.head_dim,
+            block_size=case.block_size,
+            kv_dtype=kv_dtype,
+        )
+        layers = [make_inputs(case, kernels, "float32", kv_dtype=kv_dtype) for _ in range(LAYERS)]
+        out = torch.empty_like(layers[0].query)
+        works[kv_dtype] = lambda layers=layers, kernels=kernels, out=out: [
+            kernels.attention(each.query, each.kv, each.meta, each.scale, out=out) for each in layers
+        ]
+    works["SDPA, dense"] = _dense(case)
     times: dict[str, list[float]] = {name: [] for name in works}
     for repeat in range(repeats + 1):
         for name, work in works.items():
             start = time.perf_counter()
             work()
-            if repeat:
-                times[name].append((time.perf_counter() - start) * 1e3)
+            if repeat:  # the first is a warm-up
+                times[name].append((time.perf_counter() - start) / LAYERS * 1e3)
     return times
 
 
-def measure(case: AttentionCase, repeats: int) -> tuple[dict[str, list[float]], float]:
-    """Milliseconds of one layer for each contestant, and the bytes of keys and values it reads."""
-    kernels = choose("cpu", "float32", backend="cpu", head_dim=case.head_dim, block_size=case.block_size)
-    layers = [make_inputs(case, kernels, "float32") for _ in range(LAYERS)]
-    out = torch.empty_like(layers[0].query)
+def _dense(case: AttentionCase) -> Callable[[], Any]:
+    """Torch's attention over as many tokens; all sequences are of one length."""
     sequences, length, queries = len(case.seq_lens), case.seq_lens[0], case.query_lens[0]
     cached = [torch.randn(2, sequences, case.num_kv_heads, length, case.head_dim) for _ in range(LAYERS)]
     query = torch.randn(sequences, case.num_heads, queries, case.head_dim)
     mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
-    num_bytes = 2.0 * 4 * sequences * length * case.num_kv_heads * case.head_dim
-    plain = torch.randn(LAYERS, int(num_bytes) // 4)
+    attend = functional.scaled_dot_product_attention
+    return lambda: [attend(query, key, value, attn_mask=mask, enable_gqa=True) for key, value in cached]
 
-    def ours() -> None:
-        for i in layers:
-            kernels.attention(i.query, i.kv, i.meta, i.scale, out=out)
 
-    def theirs() -> None:
-        for key, value in cached:
-            functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+def bytes_read(case: AttentionCase, kv_dtype: str) -> float:
+    """Of the cache, without padding; what is shared counts once."""
+    number = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[kv_dtype]
+    row = case.head_dim * number + (4 if kv_dtype == "int8" else 0)
+    tokens = sum(length - case.shared for length in case.seq_lens) + case.shared
+    return 2.0 * case.num_kv_heads * row * tokens
 
-    works = {"batchgen": ours, "SDPA, dense": theirs, "plain read": plain.sum}
-    times = fastest(works, repeats)
-    return {name: [value / LAYERS for value in values] for name, values in times.items()}, num_bytes
+
+def operations(case: AttentionCase) -> float:
+    """Multiplications and additions of scores and weighted values."""
+    seen = sum(
+        queries * (length - queries) + queries * (queries + 1) / 2
+        for queries, length in zip(case.query_lens, case.seq_lens, strict=True)
+    )
+    return 4.0 * case.num_heads * case.head_dim * seen
 
 
 def main() -> None:
     """Measure every case; print, and add a line each to results/."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.arguments(__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    path = None
+    most = ceilings.measure(1 << 40)
+    assert most is not None, "the C kernels are not available"
+    print(f"{most.float_ops / 1e9:.0f} GFLOP/s, {most.read_bytes / 1e9:.1f} GB/s read")
     with torch.inference_mode():
-        for name, queries, length, sequences, heads, kv_heads, dim in CASES:
+        for name, queries, length, sequences, heads, kv_heads, dim, shared in CASES:
             case = AttentionCase(
                 name=name, query_lens=[queries] * sequences, seq_lens=[length] * sequences,
-                num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+                num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, shared=shared,
             )  # fmt: skip
-            times, num_bytes = measure(case, arguments.repeats)
-            best = {contestant: min(values) for contestant, values in times.items()}
-            measured: dict[str, Any] = {
-                "spread": {contestant: record.spread(values) for contestant, values in times.items()},
-                "times_as_fast_as_sdpa": round(best["SDPA, dense"] / best["batchgen"], 3),
-            }
-            if queries == 1:
-                measured["gbytes_per_s"] = round(num_bytes / best["batchgen"] / 1e6, 2)
-                measured["share_of_read_rate"] = round(best["plain read"] / best["batchgen"], 3)
-            details = {
-                "name": name,
-                "queries": queries,
-                "tokens": length,
-                "sequences": sequences,
-                "heads": heads,
-            }
-            details |= {"kv_heads": kv_heads, "head_dim": dim, "threads": arguments.threads}
-            path = record.append("kernels_attention", details, measured)
-            shown = "  ".join(f"{key} {value}" for key, value in measured.items() if key != "spread")
-            print(f"{name:24}{best['batchgen']:8.3f} ms   {shown}", flush=True)
-    print(f"lines in {path}")
+            again = ceilings.measure(1 << 40)
+            most = most if again is None else most.best_of(again)
+            times = measure(case, arguments.repeats)
+            if not arguments.no_save:
+                record.append("kernels_attention", *_line(case, times, most, arguments.threads))
+            print(f"{name:24}{_shown(case, times, most)}", flush=True)
+
+
+def _rate(case: AttentionCase, kv_dtype: str, milliseconds: float) -> float:
+    work = bytes_read(case, kv_dtype) if case.query_lens[0] == 1 else operations(case)
+    return work / milliseconds * 1e-6
+
+
+def _most(case: AttentionCase, most: Ceilings) -> float:
+    return (most.read_bytes if case.query_lens[0] == 1 else most.float_ops) * 1e-9
+
+
+def _shown(case: AttentionCase, times: dict[str, list[float]], most: Ceilings) -> str:
+    unit = "GB/s" if case.query_lens[0] == 1 else "GFLOP/s"
+    parts = []
+    for name, values in times.items():
+        rate = _rate(case, name if name in KV_DTYPES else "float32", min(values))
+        parts.append(f"{name} {min(values):.3f} ms, {rate:.1f} {unit} ({rate / _most(case, most):.0%})")
+    return "  ".join(parts)
+
+
+def _line(
+    case: AttentionCase, times: dict[str, list[float]], most: Ceilings, threads: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    details = {
+        "name": case.name, "queries": case.query_lens[0], "tokens": case.seq_lens[0],
+        "sequences": len(case.seq_lens), "heads": case.num_heads, "kv_heads": case.num_kv_heads,
+        "head_dim": case.head_dim, "shared": case.shared, "threads": threads,
+    }  # fmt: skip
+    best = {name: min(values) for name, values in times.items()}
+    rates = {name: _rate(case, name if name in KV_DTYPES else "float32", ms) for name, ms in best.items()}
+    measured = {
+        "gbytes_per_s" if case.query_lens[0] == 1 else "gflops": {n: round(r, 2) for n, r in rates.items()},
+        "share": {name: round(rate / _most(case, most), 3) for name, rate in rates.items()},
+        "times_as_fast_as_sdpa": {n: round(best["SDPA, dense"] / best[n], 2) for n in KV_DTYPES},
+        "spread": {name: record.spread(values) for name, values in times.items()},
+        "ceilings": [most.float_ops, most.int8_ops, most.read_bytes],
+    }
+    return details, measured
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ typedef struct {
     float *top, *shrink;        /* [rows]: running maximum; factor for what came before this chunk */
     int64_t *position;          /* [rows]: of the query in its sequence */
     int64_t *place;             /* [rows]: token * heads + head, in query and result */
+    float *wide_keys, *wide_values; /* [CHUNK_UNITS, head_dim, UNIT], [CHUNK, value_dim]: of halves, for many rows */
     /* With keys and values of 8 bits, in place of `query`: */
     int8_t *planes, *weights;         /* [rows, 2, padded head_dim], [rows, 2, CHUNK]: factors (int8_dot.h) */
     float *wide;                      /* [padded head_dim]: a row on its way */
@@ -41,7 +42,7 @@ typedef struct {
     float *factor, *level;            /* [rows]: of integer scores; of integer sums of values */
     float *key_scale, *value_scale;   /* [CHUNK]: of this chunk's tokens */
     float *value_level;               /* [CHUNK]: scales of values as levels of weights, for rows that see all of it */
-    int32_t *tile_sums;               /* [2, AMX_SUMS]: with AMX, sums of high bytes, of low bytes */
+    int32_t *tile_sums;               /* [2, AMX_SUMS]: with AMX, sums of high and of low bytes */
     int8_t *values;                   /* [value_dim * CHUNK]: with AMX, the chunk's values as tiles */
     int use_amx;
 } Scratch;
@@ -161,6 +162,12 @@ INLINE void value_tile(const float *weight, const float *shrink, const char *con
     }
 #endif
 
+/* What the tile of rows from `row` on fetches ahead: everything if it is the first of few, one unit if there are many. */
+INLINE void share_ahead(const char *const *units, const char *const *ahead, int row, int rows, const char **next) {
+    for (int u = 0; u < CHUNK_UNITS; u++)
+        next[u] = (rows <= (CHUNK_UNITS - 1) * ROWS ? row == 0 : row == u * ROWS) ? ahead[u] : units[u];
+}
+
 /* Scores of rows [0, rows) against units [first, end) of the chunk. */
 INLINE void scores(const Scratch *scratch, int rows, int64_t dim, const Units *units, const Units *ahead,
                    int64_t key_stride, int first, int end, const int type) {
@@ -168,7 +175,8 @@ INLINE void scores(const Scratch *scratch, int rows, int64_t dim, const Units *u
         int m = rows - row < ROWS ? rows - row : ROWS, unit = first;
         const float *query = scratch->query + row * dim;
         float *score = scratch->score + row * CHUNK;
-        const char *const *next = row == 0 ? ahead->keys : units->keys;
+        const char *next[CHUNK_UNITS];
+        share_ahead(units->keys, ahead->keys, row, rows, next);
 #define TILE(M, N) score_tile(query, dim, units->keys + unit, next + unit, key_stride, score + unit * UNIT, M, N, type)
 #define WIDE_CALL(M) TILE(M, WIDE)
 #define UNIT_CALL(M) TILE(M, 1)
@@ -184,7 +192,8 @@ INLINE void values(const Scratch *scratch, int rows, int64_t value_dim, const Un
         int m = rows - row < ROWS ? rows - row : ROWS;
         const float *weight = scratch->score + row * CHUNK, *shrink = scratch->shrink + row;
         float *sum = scratch->sum + row * value_dim;
-        const char *const *then = row == 0 ? ahead->values : units->values, *at[CHUNK_UNITS], *next[CHUNK_UNITS];
+        const char *then[CHUNK_UNITS], *at[CHUNK_UNITS], *next[CHUNK_UNITS];
+        share_ahead(units->values, ahead->values, row, rows, then);
         int64_t d = 0;
 #define AT_DIM() \
     for (int u = from / UNIT; u * UNIT < to; u++) { \
@@ -204,6 +213,26 @@ INLINE void values(const Scratch *scratch, int rows, int64_t value_dim, const Un
 #undef TILE
 #undef WIDE_CALL
 #undef UNIT_CALL
+    }
+}
+
+/* Widens units [first, end) of halves into the scratch memory, once for all rows, and fetches ahead. */
+INLINE void widen(const Scratch *scratch, const Cache *cache, const Units *units, const Units *ahead, int first, int end,
+                  Units *wide, const int type) {
+    int64_t dim = cache->head_dim, value_dim = cache->value_dim;
+    for (int u = first; u < end; u++) {
+        float *keys = scratch->wide_keys + u * dim * UNIT, *values = scratch->wide_values + u * UNIT * value_dim;
+        for (int64_t d = 0; d < dim; d++) {
+            __builtin_prefetch(ahead->keys[u] + d * cache->block_size * 2, 0, 2);
+            for (int v = 0; v < UNIT; v += VW)
+                vf_store(keys + d * UNIT + v, kv_load(units->keys[u], d * cache->block_size + v, type));
+        }
+        for (int64_t i = 0; i < UNIT * value_dim; i += VW) {
+            __builtin_prefetch(ahead->values[u] + 2 * i, 0, 2);
+            vf_store(values + i, kv_load(units->values[u], i, type));
+        }
+        wide->keys[u] = (const char *)keys;
+        wide->values[u] = (const char *)values;
     }
 }
 

@@ -16,8 +16,10 @@ linear = bench_linear.measure(64, 96, rows=3, repeats=2)
 names = {"batchgen", "F.linear", "oneDNN reordered", "batchgen int8", "batchgen 16 bits", "_int_mm"}
 assert set(linear) >= names, linear
 case = AttentionCase(name="small", query_lens=[2, 2], seq_lens=[40, 40], head_dim=32)
-attention, num_bytes = bench_attention.measure(case, repeats=2)
-assert num_bytes == 2 * 4 * 2 * 40 * 2 * 32
+attention = bench_attention.measure(case, repeats=2)
+assert set(attention) == {"float32", "float16", "bfloat16", "int8", "SDPA, dense"}
+assert bench_attention.bytes_read(case, "float32") == 2 * 4 * 2 * 40 * 2 * 32
+assert bench_attention.operations(case) == 4 * 4 * 32 * 2 * (39 + 40)
 bench_swap.POOL_BLOCKS = 4
 swap = bench_swap.measure(2, 2, 64, 3, repeats=1, device="cpu")
 assert len(swap) == 5 and min(swap.values()) > 0, swap
