@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from batchgen.kernels.cpu.build import cpu_features, default_cache_dir
+from batchgen.kernels.cpu.build import cpu_features, default_cache_dir, machine_flags
 from batchgen.kernels.ops import Kernels, Quantized
 from batchgen.version import __version__
 
@@ -28,7 +29,8 @@ def product_speeds(kernels: Kernels, cache_dir: Path | None = None) -> dict[str,
         cache_dir: where the numbers are kept; by default beside the compiled kernels.
     """
     backends = f"{kernels.choices['linear'].backend} {kernels.choices['linear_int8'].backend}"
-    parts = (cpu_features(), __version__, torch.__version__, backends, str(torch.get_num_threads()))
+    threads = str(torch.get_num_threads())
+    parts = (cpu_features(), *machine_flags(), __version__, torch.__version__, backends, threads)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     file = (default_cache_dir() if cache_dir is None else cache_dir) / f"speeds-{key}.json"
     speeds = _read(file)
@@ -70,9 +72,10 @@ def _rate(multiply: Callable[[], object]) -> float:
 def _read(file: Path) -> dict[str, float] | None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        return {name: float(found[name]) for name in ("float32", "int8", "bfloat16")}
-    except (OSError, ValueError, KeyError, TypeError):
+        speeds = {name: float(found[name]) for name in ("float32", "int8", "bfloat16")}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    return speeds if all(0 < speed < math.inf for speed in speeds.values()) else None
 
 
 def _write(file: Path, speeds: dict[str, float]) -> None:

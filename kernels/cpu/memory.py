@@ -5,6 +5,7 @@ costs up to a third of the time.
 """
 
 import mmap
+import threading
 import weakref
 from contextlib import suppress
 
@@ -24,9 +25,11 @@ def allocate(num_floats: int) -> Tensor:
 
 
 class Arena:
-    """Tensors in shared chunks. A chunk is given back when the last tensor in it is gone."""
+    """Tensors in shared chunks, for any thread. A chunk is given back when the last tensor in it is gone."""
 
     def __init__(self) -> None:
+        # Models may be loaded by several threads at once, and share their backend's arena.
+        self._lock = threading.Lock()
         # Only the tensors keep a chunk alive.
         self._chunk: weakref.ref[mmap.mmap] | None = None
         self._next = self._end = 0
@@ -36,12 +39,13 @@ class Arena:
         num_bytes = max(-(-4 * num_floats // _ALIGNMENT), 1) * _ALIGNMENT
         if num_bytes >= CHUNK_BYTES:
             return allocate(num_floats)
-        chunk = None if self._chunk is None else self._chunk()
-        if chunk is None or self._next + num_bytes > self._end:
-            chunk, self._next = _map(CHUNK_BYTES)
-            self._chunk, self._end = weakref.ref(chunk), self._next + CHUNK_BYTES
-        taken = torch.frombuffer(chunk, dtype=torch.float32, offset=self._next, count=num_bytes // 4)
-        self._next += num_bytes
+        with self._lock:
+            chunk = None if self._chunk is None else self._chunk()
+            if chunk is None or self._next + num_bytes > self._end:
+                chunk, self._next = _map(CHUNK_BYTES)
+                self._chunk, self._end = weakref.ref(chunk), self._next + CHUNK_BYTES
+            taken = torch.frombuffer(chunk, dtype=torch.float32, offset=self._next, count=num_bytes // 4)
+            self._next += num_bytes
         return taken[:num_floats]
 
 

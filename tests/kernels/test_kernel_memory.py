@@ -1,6 +1,8 @@
 """Memory in huge pages: aligned, apart, zero, and given back."""
 
 import gc
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,21 @@ def test_arena_hands_out_tensors_that_do_not_overlap():
     for number, (size, tensor) in enumerate(zip(sizes, tensors, strict=True)):
         assert tensor.shape == (size,)
         assert bool((tensor == number).all())
+
+
+def test_threads_get_memory_of_their_own():
+    arena, interval = Arena(), sys.getswitchinterval()
+
+    def take(_thread: int) -> list[torch.Tensor]:
+        return [arena.take(16) for _ in range(20_000)]
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            tensors = [tensor for taken in pool.map(take, range(2)) for tensor in taken]
+    finally:
+        sys.setswitchinterval(interval)
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
 
 
 def test_a_chunk_is_given_back_with_its_last_tensor():

@@ -115,10 +115,20 @@ def test_speeds_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         patch.delattr(machine_speed, "_measure")
         assert product_speeds(kernels, tmp_path) == first
     (kept,) = tmp_path.iterdir()
-    kept.write_text("{")
     monkeypatch.setattr(
         machine_speed, "_measure", lambda kernels: {"float32": 1.0, "int8": 2.0, "bfloat16": 3.0}
     )
+    for broken in (
+        "{",
+        '{"float32": 0, "int8": 0, "bfloat16": 0}',
+        '{"float32": NaN, "int8": 1, "bfloat16": 1}',
+    ):
+        kept.write_text(broken)
+        assert product_speeds(kernels, tmp_path)["int8"] == 2.0
+    kept.write_text('{"float32": 1, "int8": 7, "bfloat16": 1}')
+    assert product_speeds(kernels, tmp_path)["int8"] == 7.0
+    # What was measured with all instructions does not hold for fewer.
+    monkeypatch.setattr(machine_speed, "machine_flags", lambda: ("-march=x86-64",))
     assert product_speeds(kernels, tmp_path)["int8"] == 2.0
     # A folder that cannot be written only means to measure again.
     assert product_speeds(kernels, tmp_path / kept.name / "below")["int8"] == 2.0
