@@ -47,9 +47,9 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="All numbers as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
-    """Measure a model on this machine: tokens a second, the machine's limits, and where the time goes.
+    """Measure a model on this machine.
 
-    Without a job and without --requests a workload is made up: random tokens, greedy, exact counts.
+    Tokens a second, the machine's own limits, how much of them was reached, and where the time goes. Without a job and without --requests a workload is made up: random tokens, greedy, exact counts.
     """
     given = {
         "num_prompts": prompts,
