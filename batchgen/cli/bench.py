@@ -49,7 +49,8 @@ def bench(
 ) -> None:
     """Measure a model on this machine.
 
-    Tokens a second, the machine's own limits, how much of them was reached, and where the time goes. Without a job and without --requests a workload is made up: random tokens, greedy, exact counts.
+    Tokens a second, the machine's own limits, how much of them was reached, and where the time goes. Without
+    a job and without --requests a workload is made up: random tokens, greedy, exact counts.
     """
     given = {
         "num_prompts": prompts,
