@@ -68,8 +68,8 @@ def _factors(size: int) -> list[Tensor]:
     for small in (size // power << shift for shift in range(power.bit_length())):
         matrix = _paley(small)
         if matrix is not None:
-            return [matrix / math.sqrt(small), *_sylvester(size // small)]
-    return [_hartley(size // power), *_sylvester(power)]
+            return [*_sylvester(size // small), matrix / math.sqrt(small)]
+    return [*_sylvester(power), _hartley(size // power)]
 
 
 def _sylvester(size: int) -> list[Tensor]:
