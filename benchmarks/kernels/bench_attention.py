@@ -1,32 +1,34 @@
-"""The cpu backend's paged attention for every type of KV cache, as shares of what the machine gives, in one run.
+"""The cpu backend's paged attention for every type of KV cache, as shares of what the machine gives.
 
     python -m benchmarks.kernels.bench_attention --threads 2
 
-Beside it torch's scaled_dot_product_attention in float32, on keys and values that lie dense, which a server never
-has. All take turns, so a drift of the machine hits all. Each goes round several caches, as the layers of a model
-do. Decode is bound by reading the cache: its rate counts the bytes of the cache, and in brackets stands the share of
-what a plain read does in the same run; where sequences share a beginning, tokens that are read once count once.
-Prefill is bound by arithmetic: its rate counts scores and weighted values of what queries see, the share is of float32
-multiply-adds (8-bit products may exceed it). Rates are of the fastest repeat.
+Beside it torch's scaled_dot_product_attention in float32, on keys and values that lie dense, which a server
+never has. All take turns, so a drift of the machine hits all. Each goes round several caches, as the layers
+of a model do. Decode is bound by reading the cache: its rate counts the bytes of the cache, and in brackets
+stands the share of what a plain read does in the same run; where sequences share a beginning, tokens that
+are read once count once. Prefill is bound by arithmetic: its rate counts scores and weighted values of what
+queries see, the share is of float32 multiply-adds (8-bit products may exceed it). Rates are of the fastest
+repeat.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from batchgen.kernels.cases import AttentionCase, make_inputs
+from batchgen.kernels.cases import AttentionCase, AttentionInputs, make_inputs
 from batchgen.kernels.ceilings import Ceilings
 from batchgen.kernels.cpu import ceilings
-from batchgen.kernels.ops import choose
+from batchgen.kernels.ops import Kernels, choose
 from benchmarks import record
 
 LAYERS = 8  # caches that take turns, as the layers of a model do
 KV_DTYPES = ("float32", "float16", "bfloat16", "int8")
 
-# name, queries a sequence, tokens a sequence, sequences, query heads, key/value heads, head size, shared tokens
+# name, queries a sequence, tokens a sequence, sequences, query heads, key/value heads, head size, shared
 CASES = (
     ("decode", 1, 512, 64, 9, 3, 64, 0),
     ("decode, short", 1, 90, 128, 9, 3, 64, 0),
@@ -52,10 +54,7 @@ def measure(case: AttentionCase, repeats: int) -> dict[str, list[float]]:
             kv_dtype=kv_dtype,
         )
         layers = [make_inputs(case, kernels, "float32", kv_dtype=kv_dtype) for _ in range(LAYERS)]
-        out = torch.empty_like(layers[0].query)
-        works[kv_dtype] = lambda layers=layers, kernels=kernels, out=out: [
-            kernels.attention(each.query, each.kv, each.meta, each.scale, out=out) for each in layers
-        ]
+        works[kv_dtype] = partial(_attend, kernels, layers, torch.empty_like(layers[0].query))
     works["SDPA, dense"] = _dense(case)
     times: dict[str, list[float]] = {name: [] for name in works}
     for repeat in range(repeats + 1):
@@ -65,6 +64,11 @@ def measure(case: AttentionCase, repeats: int) -> dict[str, list[float]]:
             if repeat:  # the first is a warm-up
                 times[name].append((time.perf_counter() - start) / LAYERS * 1e3)
     return times
+
+
+def _attend(kernels: Kernels, layers: Sequence[AttentionInputs], out: torch.Tensor) -> None:
+    for each in layers:
+        kernels.attention(each.query, each.kv, each.meta, each.scale, out=out)
 
 
 def _dense(case: AttentionCase) -> Callable[[], Any]:
