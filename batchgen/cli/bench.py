@@ -3,12 +3,15 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from batchgen.cli.settings import parse_settings
 from batchgen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchgen.api.bench_report import BenchReport
 
 
 def bench(
@@ -52,14 +55,23 @@ def bench(
     Tokens a second, the machine's own limits, how much of them was reached, and where the time goes. Without
     a job and without --requests a workload is made up: random tokens, greedy, exact counts.
     """
-    given = {
-        "num_prompts": prompts,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "shared_tokens": shared_tokens,
-    }
-    made = {name: value for name, value in given.items() if value is not None}
-    engine_args, sampling = parse_settings(settings or [])
+    made = {"num_prompts": prompts, "prompt_tokens": prompt_tokens}
+    made |= {"new_tokens": new_tokens, "shared_tokens": shared_tokens}
+    report = _measured(model, job, requests, made, limit, settings or [], quiet=quiet)
+    typer.echo(json.dumps(report.to_mapping(), ensure_ascii=False) if as_json else str(report))
+
+
+def _measured(
+    model: str | None,
+    job: Path | None,
+    requests: Path | None,
+    made: dict[str, int | None],
+    limit: int | None,
+    settings: list[str],
+    *,
+    quiet: bool,
+) -> "BenchReport":
+    engine_args, sampling = parse_settings(settings)
     if sampling:
         raise ConfigError(
             f"--set sampling.{next(iter(sampling))}: a job says how it samples; all else is greedy"
@@ -68,13 +80,13 @@ def bench(
     from batchgen.api.bench import bench as run_bench
     from batchgen.api.workload import MadeUp
 
-    report = run_bench(
+    given = {name: value for name, value in made.items() if value is not None}
+    return run_bench(
         model,
         job=job,
         requests=requests,
-        made_up=MadeUp(**made) if made else None,
+        made_up=MadeUp(**given) if given else None,
         limit=limit,
         use_tqdm=not quiet and sys.stderr.isatty(),
         **engine_args,
     )
-    typer.echo(json.dumps(report.to_mapping(), ensure_ascii=False) if as_json else str(report))

@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # LLM and AsyncLLM: an engine's client, and what turns a caller's words into requests.
     "api": (*BASE, "engine", "models.location", "tokenizer", "byte_tokenizer", "sampling_defaults"),
     "api.jobs": (*BASE, "jobs"),
+    "api.workload": (*BASE, "jobs"),
     "counting": (*BASE, "engine.scheduler_output", "worker.executor", "whole_steps"),
     "whole_steps": (*BASE, "engine.scheduler_output"),
     "tiny_models": (*BASE, *MODEL_PARTS, "tokenizer"),
