@@ -4,9 +4,9 @@
 
 A text is a file, plain or with a JSON object in each line, of which some fields are joined
 ("instances.0.output" goes into what a field holds). It is cut into pieces of `--context` tokens, each scored
-by itself with `LLM.score`: all but its first token. Greedy texts go on from the first `--prompt-tokens` tokens
-of a piece; two texts agree up to the first token that differs. The error of a difference is that of its mean
-over the pieces.
+by itself with `LLM.score`: all but its first token. Greedy texts go on from the first `--prompt-tokens` of a
+piece; two texts agree up to the first token that differs. The error of a difference is that of its mean over
+the pieces.
 """
 
 import argparse
