@@ -108,22 +108,13 @@ static void finish_rows(const Attention *a, const Cache *cache, const Scratch *s
 /* One chunk of an item: tokens [from, to) of it. */
 INLINE void float_chunk(const Attention *a, const Cache *cache, const Scratch *scratch, int rows, const Units *units,
                         const Units *ahead, int64_t start, int from, int to, const int type) {
-    int first = from / UNIT, end = (to + UNIT - 1) / UNIT, is_wide = type != KV_FLOAT32 && rows > THIN_ROWS;
-    Units wide;
-    if (is_wide) {
-        widen(scratch, cache, units, ahead, first, end, &wide, type);
-        scores(scratch, rows, cache->head_dim, &wide, &wide, UNIT, first, end, KV_FLOAT32);
-    } else {
-        scores(scratch, rows, cache->head_dim, units, ahead, cache->block_size, first, end, type);
-    }
+    int first = from / UNIT, end = (to + UNIT - 1) / UNIT;
+    scores(scratch, rows, cache->head_dim, units, ahead, cache->block_size, first, end, type);
     for (int row = 0; row < rows; row++) {
         int64_t at = scratch->position[row] - start, low = a->plan->window ? at - a->plan->window + 1 : 0;
         weigh(scratch, row, first, end, at_least(low, from), at_most(at + 1, to), (float)a->soft_cap);
     }
-    if (is_wide)
-        values(scratch, rows, cache->value_dim, &wide, &wide, from, to, KV_FLOAT32);
-    else
-        values(scratch, rows, cache->value_dim, units, ahead, from, to, type);
+    values(scratch, rows, cache->value_dim, units, ahead, from, to, type);
 }
 
 static void walk_chunk(const Attention *a, const Cache *cache, const Scratch *scratch, int rows, const Units *units,
@@ -184,10 +175,6 @@ static size_t lay_out(const AttentionPlan *plan, char *memory, Scratch *scratch)
         lay_out_int8(cache, scratch, rows, memory, &used);
     else
         scratch->query = part(memory, &used, rows * cache->head_dim * 4);
-    if (cache->type == KV_FLOAT16 || cache->type == KV_BFLOAT16) {
-        scratch->wide_keys = part(memory, &used, CHUNK * cache->head_dim * 4);
-        scratch->wide_values = part(memory, &used, CHUNK * cache->value_dim * 4);
-    }
     return used;
 }
 

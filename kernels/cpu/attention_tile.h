@@ -34,7 +34,6 @@ typedef struct {
     float *top, *shrink;        /* [rows]: running maximum; factor for what came before this chunk */
     int64_t *position;          /* [rows]: of the query in its sequence */
     int64_t *place;             /* [rows]: token * heads + head, in query and result */
-    float *wide_keys, *wide_values; /* [CHUNK_UNITS, head_dim, UNIT], [CHUNK, value_dim]: of halves, for many rows */
     /* With keys and values of 8 bits, in place of `query`: */
     int8_t *planes, *weights;         /* [rows, 2, padded head_dim], [rows, 2, CHUNK]: factors (int8_dot.h) */
     float *wide;                      /* [padded head_dim]: a row on its way */
@@ -213,26 +212,6 @@ INLINE void values(const Scratch *scratch, int rows, int64_t value_dim, const Un
 #undef TILE
 #undef WIDE_CALL
 #undef UNIT_CALL
-    }
-}
-
-/* Widens units [first, end) of halves into the scratch memory, once for all rows, and fetches ahead. */
-INLINE void widen(const Scratch *scratch, const Cache *cache, const Units *units, const Units *ahead, int first, int end,
-                  Units *wide, const int type) {
-    int64_t dim = cache->head_dim, value_dim = cache->value_dim;
-    for (int u = first; u < end; u++) {
-        float *keys = scratch->wide_keys + u * dim * UNIT, *values = scratch->wide_values + u * UNIT * value_dim;
-        for (int64_t d = 0; d < dim; d++) {
-            __builtin_prefetch(ahead->keys[u] + d * cache->block_size * 2, 0, 2);
-            for (int v = 0; v < UNIT; v += VW)
-                vf_store(keys + d * UNIT + v, kv_load(units->keys[u], d * cache->block_size + v, type));
-        }
-        for (int64_t i = 0; i < UNIT * value_dim; i += VW) {
-            __builtin_prefetch(ahead->values[u] + 2 * i, 0, 2);
-            vf_store(values + i, kv_load(units->values[u], i, type));
-        }
-        wide->keys[u] = (const char *)keys;
-        wide->values[u] = (const char *)values;
     }
 }
 
