@@ -57,6 +57,8 @@ _FREE = frozenset(
 _FILE = " files: "
 # Engine settings whose "auto" the first run decided for all later ones.
 PINNED = ("dtype", "quantization", "kv_cache_dtype", "max_model_len", "reproducible")
+# Of these, those that null does not leave open.
+_NULL_SAYS_NONE = frozenset({"quantization"})
 
 
 def fingerprint(
@@ -154,7 +156,8 @@ def _named(model: str) -> str:
 def _decided(key: str, value: Any, manifest: Manifest) -> Any:
     """The value that holds: of an engine setting that is left open, what the first run decided."""
     section, _, name = key.partition(".")
-    is_open = section == "engine" and name in PINNED and value in (None, "auto")
+    is_open = value == "auto" or (value is None and name not in _NULL_SAYS_NONE)
+    is_open = is_open and section == "engine" and name in PINNED
     return manifest.engine.get(name, value) if is_open else value
 
 

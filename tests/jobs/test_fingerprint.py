@@ -95,6 +95,18 @@ def test_a_setting_that_the_first_run_decided_may_be_left_open_or_spelled_out() 
     assert pinned_engine_args(stored) == {"dtype": "float32", "max_model_len": 2048, "reproducible": True}
 
 
+@pytest.mark.parametrize("first", ["int8", "auto"])
+def test_no_quantization_is_a_choice_of_its_own(first: str) -> None:
+    rounded = manifest(engine={"quantization": "int8"}, fingerprint=fields(f"engine.quantization={first}"))
+    for same in ("int8", "auto"):
+        check_same_job(rounded, fields(f"engine.quantization={same}"), "out")
+    with pytest.raises(ResumeError, match=r'engine\.quantization: "int8" in the first run, null now'):
+        check_same_job(rounded, fields(), "out")
+    whole = manifest(engine={"quantization": None})
+    for same in ([], ["engine.quantization=auto"]):
+        check_same_job(whole, fields(*same), "out")
+
+
 def test_a_chat_template_counts_by_its_text(tmp_path: Path) -> None:
     for name in ("a.jinja", "b.jinja"):
         (tmp_path / name).write_text("{{ messages }}")
