@@ -35,13 +35,17 @@ typedef struct {
     Search search;
 } GreedyInt8;
 
+/* Where a thread multiplies: too large for the stack of a thread that was given little, and the products use the thread's
+ * scratch. */
+static _Thread_local float values[GROUP_ROWS * COLUMNS] __attribute__((aligned(64)));
+
 /* Looks through `count` values, of columns `first` and on. */
-static void look(Best *best, const float *values, int64_t count, int64_t first) {
+static void look(Best *best, const float *x, int64_t count, int64_t first) {
     vi odd = vi_set1(0);
     vf most = vf_set1(-INFINITY);
     int64_t i = 0;
     for (; i + VW <= count; i += VW) {
-        vf value = vf_load(values + i);
+        vf value = vf_load(x + i);
         odd |= value != value;
         most = vf_max(most, value);
     }
@@ -49,14 +53,14 @@ static void look(Best *best, const float *values, int64_t count, int64_t first) 
     for (int lane = 0; lane < VW; lane++) has_nan |= odd[lane];
     float top = i ? vf_max_lane(most) : -INFINITY;
     for (int64_t rest = i; rest < count; rest++) {
-        has_nan |= values[rest] != values[rest];
-        top = values[rest] > top ? values[rest] : top;
+        has_nan |= x[rest] != x[rest];
+        top = x[rest] > top ? x[rest] : top;
     }
     best->has_nan |= has_nan;
     if (has_nan || !(top > best->top)) return;
     best->top = top;
     int64_t place = 0;
-    while (values[place] != top) place++;
+    while (x[place] != top) place++;
     best->column = first + place;
 }
 
@@ -77,7 +81,6 @@ static int multiply_int8(const void *product, int64_t row, int64_t row_end, int6
 
 static void search(const void *product, Multiply *multiply, int64_t rows, const Search *s, Step *step, int64_t chunk,
                    int64_t of) {
-    float values[GROUP_ROWS * COLUMNS] __attribute__((aligned(64)));
     Best *best = s->best + chunk * rows;
     int64_t parts = (s->width + COLUMNS - 1) / COLUMNS, end = chunk_begin(parts, chunk + 1, of);
     for (int64_t r = 0; r < rows; r++) best[r] = (Best){-INFINITY, 0, -1};
@@ -180,7 +183,6 @@ static float scale_of(double temperature) {
 
 static void scan(const void *product, Multiply *multiply, int64_t rows, const Draw *d, Step *step, int64_t chunk,
                  int64_t of) {
-    float values[GROUP_ROWS * COLUMNS] __attribute__((aligned(64)));
     int64_t parts = (d->width + COLUMNS - 1) / COLUMNS, end = chunk_begin(parts, chunk + 1, of);
     int64_t stretches = stretches_of(d->width);
     for (int64_t part = chunk_begin(parts, chunk, of); part < end; part++) {
@@ -217,7 +219,6 @@ static int64_t draw_one(const void *product, Multiply *multiply, int64_t row, co
     else
         s = find_stretch(sums, total, d->uniform[row], &before, &target);
     /* The whole part, so that the product begins at a panel. */
-    float values[COLUMNS] __attribute__((aligned(64)));
     int64_t begin = s * STRETCH, column = begin / COLUMNS * COLUMNS, column_end = min_of(column + COLUMNS, d->width);
     int error = multiply(product, row, row + 1, column, column_end, values);
     if (error) {
