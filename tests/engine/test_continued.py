@@ -80,7 +80,8 @@ def test_steps_are_the_same_spelled_out(
         )
         for scheduler in (plain, going_on):
             scheduler.add(request)
-    num_steps = num_continued = num_idle = 0
+    num_steps = num_continued = num_idle = num_following = 0
+    before: set[int] = set()
     while plain.has_work or going_on.has_work:
         num_steps += 1
         if num_steps in drops:
@@ -88,6 +89,8 @@ def test_steps_are_the_same_spelled_out(
                 scheduler.table.drop(str(num_steps % len(shapes)))
         expected, step = plain.schedule(), going_on.schedule()
         num_continued += 0 if step.continued is None else len(step.continued.rows)
+        num_following += sum(part.seq_id in before for part in expected.sequences)
+        before = {part.seq_id for part in expected.sequences}
         assert expected.num_tokens == step.num_tokens and expected.num_sequences == step.num_sequences
         num_idle = num_idle + 1 if step.is_empty else 0
         assert step.is_empty == expected.is_empty and num_idle < 4
@@ -110,5 +113,6 @@ def test_steps_are_the_same_spelled_out(
             for outputs in told
         ]
         assert by_sample[0] == by_sample[1]
-    if num_blocks == 60 and max(new for _, new, _ in shapes) > 20:
+    # With room for all, whoever follows a step of its own goes on, but for chunks of prompts and first tokens.
+    if num_blocks == 60 and num_following > 100:
         assert num_continued > 0
