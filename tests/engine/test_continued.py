@@ -113,6 +113,6 @@ def test_steps_are_the_same_spelled_out(
             for outputs in told
         ]
         assert by_sample[0] == by_sample[1]
-    # With room for all, whoever follows a step of its own goes on, but for chunks of prompts and first tokens.
+    # With room for all, whoever was in the step before goes on, but for chunks of prompts and first tokens.
     if num_blocks == 60 and num_following > 100:
         assert num_continued > 0
