@@ -125,15 +125,20 @@ class Truth:
     precision: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "temperature 1"])
-def some_rows(request: pytest.FixtureRequest) -> list[Row]:
-    return rows(request.param)
-
-
-@pytest.fixture(scope="module", params=PRECISIONS)
-def truth(request: pytest.FixtureRequest, model: Path, some_rows: list[Row]) -> Truth:
-    precision = PRECISIONS[request.param]
-    return Truth(some_rows, run(model, some_rows, max_num_seqs=64, **precision)[0], precision)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((0.0, "float32"), id="greedy float32"),
+        pytest.param((1.0, "float32"), id="temperature 1 float32"),
+        pytest.param((0.0, "int8"), id="greedy int8"),
+        # Drawing does not know how logits were multiplied: once in a while is enough.
+        pytest.param((1.0, "int8"), id="temperature 1 int8", marks=pytest.mark.long),
+    ],
+)
+def truth(request: pytest.FixtureRequest, model: Path) -> Truth:
+    temperature, name = request.param
+    some, precision = rows(temperature), PRECISIONS[name]
+    return Truth(some, run(model, some, max_num_seqs=64, **precision)[0], precision)
 
 
 @pytest.mark.parametrize("axis", AXES)
