@@ -13,7 +13,7 @@ from batchgen.api.stats_log import StatsLog
 from batchgen.api.workload import MadeUp, Workload, exact, from_file, of_job
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import pack_ids
-from batchgen.errors import ConfigError
+from batchgen.errors import ConfigError, InputError
 from batchgen.outputs import RequestOutput
 
 # Rows of a job that are measured if nobody says how many.
@@ -50,7 +50,7 @@ def bench(
         **engine_args: the engine arguments of `batchgen.config`, in place of the job's.
 
     Raises:
-        ConfigError, InputError: the workload or an argument is wrong.
+        ConfigError, InputError: the workload or an argument is wrong, or no request could be run.
         ModelError, CapacityError: the model cannot be loaded.
     """
     if (job is not None) + (requests is not None) + (made_up is not None) > 1:
@@ -93,11 +93,22 @@ def _measure(caller: Caller, engine: EngineClient, workload: Workload, use_tqdm:
         seconds = time.perf_counter() - started
         profile = engine.end_profile()
     done = [output for output in outputs if output.error is None]
+    failures = [
+        f"request {number}: {output.error.message}"
+        for number, output in enumerate(outputs, start=1)
+        if output.error is not None
+    ]
+    if not done:
+        raise InputError(f"{workload.name}: none could be run; {failures[0]}")
+    resolved = engine.info.resolved
     return BenchReport(
         model=engine.info.model,
         workload=workload.name,
         num_requests=count,
-        num_failed=count - len(done),
+        precision=f"weights {resolved['quantization'] or resolved['dtype']}, "
+        f"KV cache {resolved['kv_cache_dtype']}",
+        num_failed=len(failures),
+        first_failure=failures[0] if failures else None,
         input_tokens=sum(len(output.prompt_token_ids) for output in done),
         cached_tokens=sum(output.num_cached_tokens for output in done),
         output_tokens=sum(_num_tokens(output) for output in done),

@@ -26,7 +26,9 @@ class BenchReport:
     Args:
         model: its name.
         workload: in words.
+        precision: of weights and KV cache, in words.
         num_requests, num_failed: handed over; refused or failed, and counted nowhere else.
+        first_failure: which request failed first, and why.
         input_tokens, cached_tokens: of the prompts; of these, found in the prefix cache.
         output_tokens: generated.
         seconds: from the first request to the last output.
@@ -37,8 +39,10 @@ class BenchReport:
 
     model: str
     workload: str
+    precision: str
     num_requests: int
     num_failed: int
+    first_failure: str | None = None
     input_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -73,8 +77,10 @@ class BenchReport:
         return {
             "model": self.model,
             "workload": self.workload,
+            "precision": self.precision,
             "num_requests": self.num_requests,
             "num_failed": self.num_failed,
+            "first_failure": self.first_failure,
             "input_tokens": self.input_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
@@ -97,6 +103,7 @@ class BenchReport:
     def _head(self) -> list[str]:
         lines = [
             f"{self.model}: {self.workload}",
+            self.precision,
             f"{self.output_tokens_per_s:,.1f} output tokens/s, {self.input_tokens_per_s:,.1f} input tokens/s "
             f"({self.output_tokens:,} and {self.input_tokens:,} in {self.seconds:.2f} s, "
             f"{self.profile.num_steps:,} steps)",
@@ -105,6 +112,7 @@ class BenchReport:
             lines.append(f"{self.cached_tokens:,} of the input tokens came from the prefix cache")
         if self.num_failed:
             lines.append(f"{self.num_failed} of {self.num_requests} requests failed and are not counted")
+            lines.append(f"the first: {self.first_failure}")
         return lines
 
     def _table(self) -> list[str]:

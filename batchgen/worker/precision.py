@@ -46,6 +46,7 @@ def decide_quantization(
         raise ConfigError(f"quantization: {obstacle}; leave quantization out, or dtype and device")
     else:
         chosen = asked
+        decisions.made.append(Decision("quantization", chosen, "as set"))
     if chosen and not shape.family.has_foldable_norms:
         reason = f"{shape.family.name} norms what a layer gives, which a rotation cannot be folded into"
         decisions.made.append(Decision("rotation", "none", reason))

@@ -63,6 +63,15 @@ def test_requests_of_a_file(run: Callable[..., BenchReport], tmp_path: Path) -> 
     check(report)
     assert (report.input_tokens, report.output_tokens) == (27, 9)
     assert report.workload == "3 requests of some.jsonl"
+    assert report.precision == "weights float32, KV cache float32"
+    file.write_text(
+        '{"prompt_token_ids": [999999], "max_tokens": 2}\n' + json.dumps(rows[0]), encoding="utf-8"
+    )
+    report = run(requests=file)
+    assert (report.num_failed, report.output_tokens) == (1, 2)
+    assert "request 1: " in str(report.first_failure) and "vocabulary" in str(report.first_failure)
+    with pytest.raises(InputError, match=r"none could be run; request 1: .*vocabulary"):
+        run(requests=file, limit=1)
 
 
 def test_the_first_rows_of_a_job(folder: Path, tmp_path: Path) -> None:
@@ -130,15 +139,18 @@ def test_a_report_without_ceilings_says_so() -> None:
         num_tokens=10, num_rows=2, ceilings={}, bound_s={},
     )  # fmt: skip
     report = BenchReport(
-        model="m", workload="w", num_requests=3, num_failed=1, input_tokens=8, cached_tokens=2,
-        output_tokens=4, seconds=2.0, profile=profile,
+        model="m", workload="w", precision="p", num_requests=3, num_failed=1,
+        first_failure="request 2: too long", input_tokens=8, cached_tokens=2, output_tokens=4, seconds=2.0,
+        profile=profile,
     )  # fmt: skip
     assert report.bound_s is None and report.bound_share is None
     assert str(report).splitlines() == [
         "m: w",
+        "p",
         "2.0 output tokens/s, 4.0 input tokens/s (4 and 8 in 2.00 s, 3 steps)",
         "2 of the input tokens came from the prefix cache",
         "1 of 3 requests failed and are not counted",
+        "the first: request 2: too long",
         "",
         "part                  seconds  share  at least  reached",
         "forward pass             1.50  75.0%                    ██████████████████",
