@@ -204,10 +204,13 @@ def main() -> None:
         print("no peer's environment is named: batchgen runs alone")
     with tempfile.TemporaryDirectory() as folder:
         sitting = Sitting(args, cases, pythons, Path(folder))
-        for number in range(args.rounds):
-            print(f"round {number + 1} of {args.rounds}", flush=True)
-            for column in columns:
-                sitting.round(number, column)
+        try:
+            for number in range(args.rounds):
+                print(f"round {number + 1} of {args.rounds}", flush=True)
+                for column in columns:
+                    sitting.round(number, column)
+        except KeyboardInterrupt:
+            print("interrupted: what has been measured counts")
     cells = sitting.ordered()
     print(f"\n{table(cells)}\n\n{memory_table(cells)}")
     picture = args.picture or (None if args.no_save else record.RESULTS / "peers.svg")
