@@ -90,7 +90,7 @@ def test_an_error_in_a_step_is_raised_and_the_next_step_runs(model: Decoder) -> 
 
 def test_another_cache_is_recorded_anew(model: Decoder) -> None:
     before, _ = run_both(model, [9, 5], [13])
-    old = {id(layer.kv) for layer in model.layers}
+    old = [layer.kv for layer in model.layers]  # kept, or a new one might get the identity of one that is gone
     model.release()
     assert not model.recorded.is_recorded
     spec = model.kv_layout.spec
@@ -99,7 +99,7 @@ def test_another_cache_is_recorded_anew(model: Decoder) -> None:
     recorded, eager = run_both(model, [9, 5], [13])
     assert torch.equal(recorded, before)
     assert torch.equal(recorded, eager)
-    assert all(id(layer.kv) not in old for layer in model.layers)
+    assert not any(layer.kv is gone for layer in model.layers for gone in old)
     for kv in caches:
         assert kv.data.abs().sum() > 0, "the new blocks were written"
 
