@@ -90,7 +90,7 @@ def test_an_error_in_a_step_is_raised_and_the_next_step_runs(model: Decoder) -> 
 
 def test_another_cache_is_recorded_anew(model: Decoder) -> None:
     before, _ = run_both(model, [9, 5], [13])
-    old = [layer.kv for layer in model.layers]  # kept, or a new one might get the identity of one that is gone
+    old = [layer.kv for layer in model.layers]  # held: identities of gone ones return
     model.release()
     assert not model.recorded.is_recorded
     spec = model.kv_layout.spec
