@@ -79,13 +79,15 @@ static int multiply_int8(const void *product, int64_t row, int64_t row_end, int6
     return linear_int8_panels(product, row, row_end, column / PANEL, (column_end + PANEL - 1) / PANEL, out, COLUMNS);
 }
 
-static void search(const void *product, Multiply *multiply, int64_t rows, const Search *s, Step *step, int64_t chunk,
-                   int64_t of) {
-    Best *best = s->best + chunk * rows;
-    int64_t parts = (s->width + COLUMNS - 1) / COLUMNS, end = chunk_begin(parts, chunk + 1, of);
-    for (int64_t r = 0; r < rows; r++) best[r] = (Best){-INFINITY, 0, -1};
+/* Looks at `count` values of row `row`, of columns `column` and on. */
+typedef void See(const void *state, int64_t row, const float *x, int64_t count, int64_t column);
+
+/* Shows a chunk's columns of all rows, some at a time. */
+static void walk_columns(const void *product, Multiply *multiply, int64_t rows, int64_t width, See *see, const void *state,
+                         Step *step, int64_t chunk, int64_t of) {
+    int64_t parts = (width + COLUMNS - 1) / COLUMNS, end = chunk_begin(parts, chunk + 1, of);
     for (int64_t part = chunk_begin(parts, chunk, of); part < end; part++) {
-        int64_t column = part * COLUMNS, column_end = min_of(column + COLUMNS, s->width);
+        int64_t column = part * COLUMNS, column_end = min_of(column + COLUMNS, width);
         for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
             int64_t row_end = min_of(row + GROUP_ROWS, rows);
             int error = multiply(product, row, row_end, column, column_end, values);
@@ -94,34 +96,36 @@ static void search(const void *product, Multiply *multiply, int64_t rows, const 
                 return;
             }
             for (int64_t r = row; r < row_end; r++)
-                look(best + r, values + (r - row) * COLUMNS, column_end - column, column);
+                see(state, r, values + (r - row) * COLUMNS, column_end - column, column);
         }
     }
 }
 
-static int64_t float_chunks(const void *args, const Step *step) {
-    const GreedyFloat *a = args;
-    return step_size(step, a->product.rows) ? a->search.slots : 0;
+static void see_best(const void *state, int64_t row, const float *x, int64_t count, int64_t column) {
+    Best *const *best = state;
+    look(*best + row, x, count, column);
 }
 
-static void float_run(const void *args, Step *step, int64_t chunk, int64_t of) {
-    const GreedyFloat *a = args;
-    search(&a->product, multiply_float, step_size(step, a->product.rows), &a->search, step, chunk, of);
+static void search(const void *product, Multiply *multiply, int64_t rows, const Search *s, Step *step, int64_t chunk,
+                   int64_t of) {
+    Best *best = s->best + chunk * rows;
+    for (int64_t r = 0; r < rows; r++) best[r] = (Best){-INFINITY, 0, -1};
+    walk_columns(product, multiply, rows, s->width, see_best, &best, step, chunk, of);
 }
 
-const Kernel kernel_greedy_linear = {float_chunks, float_run};
+#define GREEDY(NAME, ARGS, MULTIPLY) \
+    static int64_t NAME##_chunks(const void *args, const Step *step) { \
+        const ARGS *a = args; \
+        return step_size(step, a->product.rows) ? a->search.slots : 0; \
+    } \
+    static void NAME##_run(const void *args, Step *step, int64_t chunk, int64_t of) { \
+        const ARGS *a = args; \
+        search(&a->product, MULTIPLY, step_size(step, a->product.rows), &a->search, step, chunk, of); \
+    } \
+    const Kernel kernel_##NAME = {NAME##_chunks, NAME##_run};
 
-static int64_t int8_chunks(const void *args, const Step *step) {
-    const GreedyInt8 *a = args;
-    return step_size(step, a->product.rows) ? a->search.slots : 0;
-}
-
-static void int8_run(const void *args, Step *step, int64_t chunk, int64_t of) {
-    const GreedyInt8 *a = args;
-    search(&a->product, multiply_int8, step_size(step, a->product.rows), &a->search, step, chunk, of);
-}
-
-const Kernel kernel_greedy_linear_int8 = {int8_chunks, int8_run};
+GREEDY(greedy_linear, GreedyFloat, multiply_float)
+GREEDY(greedy_linear_int8, GreedyInt8, multiply_int8)
 
 typedef struct {
     const Best *best; /* [slots][rows] */
@@ -173,35 +177,13 @@ typedef struct {
     Draw draw;
 } DrawInt8;
 
-static int64_t stretches_of(int64_t width) { return (width + STRETCH - 1) / STRETCH; }
-
-/* As in sampling.c. */
-static float scale_of(double temperature) {
-    float scale = (float)(1.0 / temperature);
-    return scale < 1e-30f ? 1e-30f : scale;
-}
-
-static void scan(const void *product, Multiply *multiply, int64_t rows, const Draw *d, Step *step, int64_t chunk,
-                 int64_t of) {
-    int64_t parts = (d->width + COLUMNS - 1) / COLUMNS, end = chunk_begin(parts, chunk + 1, of);
-    int64_t stretches = stretches_of(d->width);
-    for (int64_t part = chunk_begin(parts, chunk, of); part < end; part++) {
-        int64_t column = part * COLUMNS, column_end = min_of(column + COLUMNS, d->width);
-        for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
-            int64_t row_end = min_of(row + GROUP_ROWS, rows);
-            int error = multiply(product, row, row_end, column, column_end, values);
-            if (error) {
-                step_fail(step, error);
-                return;
-            }
-            for (int64_t r = row; r < row_end; r++)
-                for (int64_t at = column; at < column_end; at += STRETCH) {
-                    const float *x = values + (r - row) * COLUMNS + (at - column);
-                    int64_t place = r * stretches + at / STRETCH;
-                    float scale = d->temperature[r] > 0.0 ? scale_of(d->temperature[r]) : 0.0f;
-                    d->tops[place] = scan_stretch(x, column_end - at, scale, d->sums + place);
-                }
-        }
+static void see_stretches(const void *state, int64_t row, const float *x, int64_t count, int64_t column) {
+    const Draw *d = state;
+    float scale = d->temperature[row] > 0.0 ? scale_of(d->temperature[row]) : 0.0f;
+    int64_t first = row * stretches_of(d->width) + column / STRETCH;
+    for (int64_t at = 0; at < count; at += STRETCH) {
+        int64_t place = first + at / STRETCH;
+        d->tops[place] = scan_stretch(x + at, count - at, scale, d->sums + place);
     }
 }
 
@@ -250,7 +232,8 @@ static void draw_rows(const void *product, Multiply *multiply, int64_t rows, con
     } \
     static void NAME##_scan_run(const void *args, Step *step, int64_t chunk, int64_t of) { \
         const ARGS *a = args; \
-        scan(&a->product, MULTIPLY, step_size(step, a->product.rows), &a->draw, step, chunk, of); \
+        walk_columns(&a->product, MULTIPLY, step_size(step, a->product.rows), a->draw.width, see_stretches, &a->draw, step, \
+                     chunk, of); \
     } \
     const Kernel kernel_##NAME##_scan = {NAME##_scan_chunks, NAME##_scan_run}; \
     static int64_t NAME##_pick_chunks(const void *args, const Step *step) { \

@@ -27,8 +27,6 @@ typedef struct {
     int32_t *ids;                           /* per value */
 } Space;
 
-static inline int64_t stretches_of(int64_t n) { return (n + STRETCH - 1) / STRETCH; }
-
 static inline int take_space(Space *space, int64_t n) {
     int64_t stretches = stretches_of(n), values = (stretches + 1) * STRETCH;
     size_t bytes = (size_t)(stretches * 8 + (stretches + STRETCH) * 4 + values * 20);

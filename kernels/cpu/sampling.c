@@ -137,11 +137,6 @@ static void replace(const Draw *draw, int64_t count, Space *space) {
     for (int64_t i = 0; i < count; i++) draw->x[space->ids[i]] = space->active[i];
 }
 
-static float scale_of(const Draw *draw) {
-    float scale = (float)(1.0 / draw->temperature);
-    return scale < 1e-30f ? 1e-30f : scale;
-}
-
 /* Fills space->maxima and space->sums, the weights of the stretches; the largest value of the row, or NaN. */
 static float weigh_whole(const Draw *draw, float scale, double *total, Space *space) {
     int64_t stretches = stretches_of(draw->n);
@@ -162,7 +157,7 @@ static int64_t draw_plainly(const Draw *draw, float scale, double total, const S
 static int64_t draw_row(const Draw *draw, Space *space) {
     int is_greedy = draw->temperature <= 0.0, has_k = 0 < draw->top_k && draw->top_k < draw->n;
     int is_plain = !has_k && draw->top_p >= 1.0 && draw->min_p <= 0.0;
-    float scale = is_greedy ? 1.0f : scale_of(draw);
+    float scale = is_greedy ? 1.0f : scale_of(draw->temperature);
     double total = 0.0;
     int wants_weights = !is_greedy && (is_plain || (!has_k && draw->top_p < 1.0));
     float top = wants_weights ? weigh_whole(draw, scale, &total, space) : scan_maxima(draw->x, draw->n, space);

@@ -11,6 +11,14 @@
 
 #define STRETCH 128
 
+static inline int64_t stretches_of(int64_t n) { return (n + STRETCH - 1) / STRETCH; }
+
+/* What values are multiplied by at a temperature above 0. */
+static inline float scale_of(double temperature) {
+    float scale = (float)(1.0 / temperature);
+    return scale < 1e-30f ? 1e-30f : scale;
+}
+
 typedef double vd __attribute__((vector_size(VW * 4), may_alias));
 typedef float vh_unaligned __attribute__((vector_size(VW * 2), aligned(4), may_alias));
 
