@@ -27,6 +27,7 @@ from batchgen.engine.messages import (
 )
 from batchgen.errors import ConfigError, EngineError
 from batchgen.outputs import FailureCode, RequestOutput, RowFailure
+from batchgen.quantities import counted
 
 __all__ = ["EchoEngine", "EchoOptions"]
 
@@ -139,7 +140,7 @@ class EchoEngine:
         lengths = [len(prompt_ids) + len(ids) for _, ids, _ in running.samples]
         running.num_blocks = sum(-(-length // self.info.block_size) for length in lengths)
         if running.num_blocks > self.info.num_blocks:
-            needed = f"needs {running.num_blocks} blocks, pool has {self.info.num_blocks}"
+            needed = f"needs {counted(running.num_blocks, 'block')}, pool has {self.info.num_blocks:,}"
             self._finish(_Running(request, prompt_ids, [], error=RowFailure(FailureCode.NEVER_FITS, needed)))
             return
         self._waiting.append(running)
@@ -268,8 +269,10 @@ class EchoEngine:
         if not prompt_ids:
             return RowFailure(FailureCode.EMPTY_PROMPT, "the prompt has no tokens")
         if len(prompt_ids) >= self.info.max_model_len:
-            room = f"{len(prompt_ids)} tokens leave no room under max_model_len {self.info.max_model_len}"
-            return RowFailure(FailureCode.PROMPT_TOO_LONG, room)
+            tokens, limit = counted(len(prompt_ids), "token"), self.info.max_model_len
+            return RowFailure(
+                FailureCode.PROMPT_TOO_LONG, f"no room for {tokens} under max_model_len {limit}"
+            )
         if self._options.fail and self._options.fail in self._tokenizer.decode(prompt_ids):
             return RowFailure(FailureCode.ENGINE_ERROR, f"the prompt holds {self._options.fail!r}")
         return None
@@ -329,7 +332,8 @@ class EchoEngine:
     def _finish(self, item: _Running) -> None:
         if self._options.die_after and self._counters.finished >= self._options.die_after:
             self._dead = True
-            raise EngineError(f"the echo engine died after {self._counters.finished} requests (die_after)")
+            finished = counted(self._counters.finished, "request")
+            raise EngineError(f"the echo engine died after {finished} (die_after)")
         self._counters.finished += 1
         self._counters.generation_tokens += sum(len(ids) for _, ids, _ in item.samples)
         params = item.request.params

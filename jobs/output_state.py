@@ -7,6 +7,7 @@ from pathlib import Path
 from batchgen.errors import ResumeError
 from batchgen.jobs.atomic import Disk
 from batchgen.jobs.layout import OutputFolder
+from batchgen.quantities import counted
 
 
 def make_folders(folder: OutputFolder, disk: Disk) -> None:
@@ -44,7 +45,7 @@ def start_over(folder: OutputFolder, disk: Disk, say: Callable[[str], None]) -> 
         return
     shards = folder.data_files()
     if shards:
-        say(f"starting over: {len(shards)} shards in {folder.root} are removed")
+        say(f"starting over: removing {counted(len(shards), 'shard')} in {folder.root}")
     places = (folder.sidecars, folder.segments, folder.scratch, folder.damaged, folder.events)
     inner = [path for place in places if place.is_dir() for path in sorted(place.iterdir())]
     for path in (folder.state, folder.dataset_info, *shards.values(), *inner, folder.source_rows):

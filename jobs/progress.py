@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, Self, TextIO
 
+from batchgen.quantities import counted, duration
+
 # Rates that are shown are means over the last so many seconds.
 RATE_SPAN_S = 20.0
 # What is to come is judged by more, for rows finish in bursts.
@@ -84,22 +86,6 @@ class ProgressState:
     def words(self) -> str:
         """`numbers` in one text."""
         return ", ".join(f"{name} {text}" for name, text in self.numbers().items())
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things: 1 row, 2,000 rows."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def duration(seconds: float | None) -> str:
-    """A time as a reader says it: 42s, 3m10s, 2h05m, 3d04h; "" for None."""
-    if seconds is None:
-        return ""
-    whole = max(0, round(seconds))
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // part:02d}{smaller}"
-    return f"{whole}s"
 
 
 def _rate(value: float | None) -> str:

@@ -14,6 +14,7 @@ from batchgen.jobs.settings_sections import SamplingSpec
 from batchgen.jobs.template import RowTemplateError
 from batchgen.jobs.truncate import cut_text, longest_fitting
 from batchgen.outputs import FailureCode, RowFailure
+from batchgen.quantities import counted
 from batchgen.seeds import row_seed
 
 DOUBLE_BOS = (
@@ -97,8 +98,8 @@ class PromptRenderer:
         if self._max_model_len is not None and len(ids) >= self._max_model_len:
             raise RowTemplateError(
                 FailureCode.PROMPT_TOO_LONG,
-                f"the prompt has {len(ids)} tokens, which leaves no room for an answer under max_model_len "
-                f"{self._max_model_len}",
+                f"the prompt has {counted(len(ids), 'token')}, which leaves no room for an answer under "
+                f"max_model_len {self._max_model_len}",
             )
         if ids[0] == self._tokenizer.bos_token_id and ids[1:2] == ids[:1]:
             warnings = (*warnings, DOUBLE_BOS)
@@ -147,7 +148,8 @@ class PromptRenderer:
         if kept is None or best is None:
             raise RowTemplateError(
                 FailureCode.PROMPT_TOO_LONG,
-                f"the prompt has {num_tokens} tokens, more than {limit} even without column {rule.column!r}",
+                f"the prompt has {counted(num_tokens, 'token')}, more than {limit} even without column "
+                f"{rule.column!r}",
             )
         text, ids = best
         warning = (

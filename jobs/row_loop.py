@@ -175,7 +175,7 @@ def check_conserved(num_read: int, num_appended: int) -> None:
     """
     if num_read != num_appended:
         raise BatchgenError(
-            f"{num_read} rows were read and {num_appended} written: a fault of batchgen, please report it"
+            f"rows read: {num_read}, written: {num_appended}; a fault of batchgen, please report it"
         )
 
 

@@ -25,7 +25,7 @@ from batchgen.jobs.output_state import (
     write_source_rows,
 )
 from batchgen.jobs.prepare import PreparedJob, prepare
-from batchgen.jobs.progress import LineReporter, Reporter, counted
+from batchgen.jobs.progress import LineReporter, Reporter
 from batchgen.jobs.requests import RequestMaker
 from batchgen.jobs.row_loop import RowLoop, check_conserved
 from batchgen.jobs.row_reader import RowReader
@@ -33,6 +33,7 @@ from batchgen.jobs.spec import JobSpec
 from batchgen.jobs.stopping import Interrupted, StopFlag
 from batchgen.jobs.store import ShardStore
 from batchgen.jobs.summary import JobSummary
+from batchgen.quantities import counted
 from batchgen.sampling_checks import check_engine_limits
 from batchgen.version import __version__
 

@@ -17,9 +17,10 @@ from batchgen.jobs.layout import OutputFolder
 from batchgen.jobs.lock import Holder, holder
 from batchgen.jobs.manifest import Manifest
 from batchgen.jobs.output_state import read_source_rows
-from batchgen.jobs.progress import ProgressState, counted
+from batchgen.jobs.progress import ProgressState
 from batchgen.jobs.shards import ShardFolder
 from batchgen.jobs.tally import Tally
+from batchgen.quantities import counted
 
 # A running job removes segments while they are read; then reading begins again.
 _TRIES = 10

@@ -16,6 +16,7 @@ from batchgen.jobs.row import RowPosition, RowResult
 from batchgen.jobs.shard_plan import ShardPlan, ShardRange
 from batchgen.jobs.shards import BATCH_ROWS, ShardFolder, Sidecar
 from batchgen.jobs.tally import Tally
+from batchgen.quantities import counted
 
 # A commit comes early when so much is waiting for it: what a kill may cost, and memory, stay bounded.
 _MAX_PENDING_ROWS = 8192
@@ -178,7 +179,7 @@ class ShardStore:
             num_undone = self._undone_in(known.shard, _rows(known)).size
             if known.shard not in {*found.damaged, *self._sealed} and num_undone == len(known):
                 path = self._folder.data_file(known.shard)
-                self._say(f"{path} is missing: its {len(known)} rows are done again")
+                self._say(f"{path} is missing: it is done again ({counted(len(known), 'row')})")
         self._seal_complete()
         write_dataset_files(self._folder, self._disk, self._sealed_in_order())
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchgen.jobs.progress import counted, duration
 from batchgen.outputs import FinishReason
+from batchgen.quantities import counted, duration
 
 _EXIT_GOOD, _EXIT_ROWS_FAILED = 0, 3
 # Above this share of samples that were cut off, max_tokens is probably too low.

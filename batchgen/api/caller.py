@@ -17,6 +17,7 @@ from batchgen.errors import ConfigError, InputError
 from batchgen.field_rules import is_whole, plain
 from batchgen.models.location import resolve_model
 from batchgen.outputs import RequestOutput, ScoreOutput
+from batchgen.quantities import counted
 from batchgen.sampling_checks import check_engine_limits
 from batchgen.sampling_defaults import effective_params, generation_defaults
 from batchgen.sampling_params import SamplingParams
@@ -173,8 +174,8 @@ def warn_of_failures(outputs: Sequence[RequestOutput | ScoreOutput]) -> None:
     if failed:
         number, error = failed[0]
         log.warning(
-            "%d of %d prompts failed (each output has its `error`); prompt %d: %s: %s",
-            len(failed), len(outputs), number, error.code, error.message,
+            "%d of %s failed (each output has its `error`); prompt %d: %s: %s",
+            len(failed), counted(len(outputs), "prompt"), number, error.code, error.message,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 from batchgen.engine.messages import pack_ids
 from batchgen.errors import ConfigError, UnknownNameError
 from batchgen.field_rules import plain
+from batchgen.quantities import counted
 
 
 class TextPrompt(TypedDict):
@@ -111,7 +112,7 @@ def one_each(value: T | Sequence[T], count: int, name: str, kind: type[T]) -> li
             raise ConfigError(f"{name} must be {kind.__name__}, or a list of one each; got {each!r:.80}")
     if len(values) != count:
         raise ConfigError(
-            f"{name} has {len(values)} entries for {count} prompts; give one for all or one each"
+            f"{name}: {len(values)} given for {counted(count, 'prompt')}; give one for all or one each"
         )
     return values
 

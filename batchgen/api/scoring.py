@@ -7,6 +7,7 @@ from batchgen.api.prompt_forms import Read
 from batchgen.engine.messages import pack_ids, unpack_ids
 from batchgen.errors import ConfigError
 from batchgen.outputs import RequestOutput, ScoreOutput
+from batchgen.quantities import counted
 from batchgen.sampling_params import SamplingParams
 
 # Prompts that are looked at together: few enough that the blocks of the first are still cached for the rest.
@@ -47,8 +48,8 @@ def make_pairs(
         prompts = [*prompts] * len(continuations)
     if len(prompts) != len(continuations):
         raise ConfigError(
-            f"{len(prompts)} prompts for {len(continuations)} continuations; give one prompt for all, "
-            f"or one each"
+            f"{counted(len(prompts), 'prompt')} for {counted(len(continuations), 'continuation')}; give one "
+            f"prompt for all, or one each"
         )
     pairs = []
     for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):

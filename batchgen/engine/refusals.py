@@ -6,6 +6,7 @@ from batchgen.engine.request import Request
 from batchgen.engine.sequence import Sequence
 from batchgen.errors import ConfigError
 from batchgen.outputs import FailureCode, RowFailure
+from batchgen.quantities import counted
 from batchgen.sampling_checks import check_token_ids
 
 
@@ -17,8 +18,8 @@ def refusal(request: Request, *, max_model_len: int, vocab_size: int) -> RowFail
     if len(prompt) >= max_model_len:
         return RowFailure(
             FailureCode.PROMPT_TOO_LONG,
-            f"the prompt has {len(prompt)} tokens; max_model_len is {max_model_len} and must leave room "
-            "for one more",
+            f"the prompt has {counted(len(prompt), 'token')}; max_model_len is {max_model_len} and must "
+            "leave room for one more",
         )
     for token in (min(prompt), max(prompt)):
         if not 0 <= token < vocab_size:
@@ -50,11 +51,13 @@ def too_wide(request: Request, *, max_num_seqs: int, max_num_batched_tokens: int
 
 def too_big(sequence: Sequence, blocks: BlockManager, needed: int | None = None) -> RowFailure:
     """The failure of a waiting sequence that needs more blocks than there are; `needed` by its group."""
-    need = f"needs {needed or blocks.blocks_for(sequence.num_tokens)} blocks, pool has {blocks.num_blocks}"
+    needed = needed or blocks.blocks_for(sequence.num_tokens)
+    need = f"needs {counted(needed, 'block')}, pool has {blocks.num_blocks:,}"
+    tokens = counted(sequence.num_tokens, "token")
     if sequence.num_generated:
-        message = f"{need} (it grew to {sequence.num_tokens} tokens). {_MORE_MEMORY}"
+        message = f"{need} (it grew to {tokens}). {_MORE_MEMORY}"
         return RowFailure(FailureCode.KV_CAPACITY, message)
-    return RowFailure(FailureCode.NEVER_FITS, f"{need} ({sequence.num_tokens} tokens). {_MORE_MEMORY}")
+    return RowFailure(FailureCode.NEVER_FITS, f"{need} ({tokens}). {_MORE_MEMORY}")
 
 
 def outgrown(group: Group, blocks: BlockManager) -> RowFailure:
@@ -62,14 +65,14 @@ def outgrown(group: Group, blocks: BlockManager) -> RowFailure:
     leader = group.sequences[0]
     if len(group.sequences) > 1:
         needed = blocks.blocks_for_group(group, group.width)
-        what = f"{group.width} beams of {leader.num_tokens} tokens"
+        what = f"{group.width} beams of {counted(leader.num_tokens, 'token')}"
     else:
         needed = blocks.blocks_for(leader.num_computed_tokens + 1)
-        what = f"it grew to {leader.num_tokens} tokens"
+        what = f"it grew to {counted(leader.num_tokens, 'token')}"
     return RowFailure(
         FailureCode.KV_CAPACITY,
-        f"needs {max(needed, blocks.num_blocks + 1)} blocks, pool has {blocks.num_blocks} ({what} "
-        f"while running alone). {_MORE_MEMORY}",
+        f"needs {counted(max(needed, blocks.num_blocks + 1), 'block')}, pool has {blocks.num_blocks:,} "
+        f"({what} while running alone). {_MORE_MEMORY}",
     )
 
 

@@ -93,7 +93,8 @@ def environment(
     """What the bytes of a result may depend on, as text."""
     described = {
         "batchgen": __version__,
-        "torch": torch.__version__,
+        # The plain text: a TorchVersion would have whoever unpickles it import torch.
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "device": str(device),
         "dtype": dtype,

@@ -2,17 +2,7 @@
 
 import io
 
-import pytest
-
-from batchgen.jobs.progress import LineReporter, ProgressState, RateMeter, duration
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(None, ""), (0.4, "0s"), (59, "59s"), (61, "1m01s"), (7500, "2h05m"), (3 * 86400 + 4 * 3600, "3d04h")],
-)
-def test_duration(seconds: float | None, text: str) -> None:
-    assert duration(seconds) == text
+from batchgen.jobs.progress import LineReporter, ProgressState, RateMeter
 
 
 def test_line() -> None:

@@ -25,6 +25,7 @@ BASE = (
     "content_hash",
     "token_search",
     "windows",
+    "quantities",
     "counting",
 )
 MODEL_PARTS = ("kernels", "layers", "quantization", "models")
@@ -37,6 +38,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "content_hash": (),
     "token_search": (),
     "windows": (),
+    "quantities": (),
     "registry": ("errors",),
     "field_rules": ("errors",),
     "foreign_names": ("errors",),

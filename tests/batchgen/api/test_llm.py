@@ -65,7 +65,7 @@ def test_parameters_one_for_all_or_one_each(llm) -> None:
     each = [SamplingParams(temperature=0, max_tokens=count) for count in (1, 2, 3)]
     outputs = llm.generate(["abcdef"] * 3, each, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
-    with pytest.raises(ConfigError, match="sampling_params has 3 entries for 2 prompts"):
+    with pytest.raises(ConfigError, match="sampling_params: 3 given for 2 prompts"):
         llm.generate(["a", "b"], each, use_tqdm=False)
 
 
@@ -118,7 +118,7 @@ def test_wrong_prompts_and_settings_are_refused(llm) -> None:
     for wrong in ({"temperature": 0}, 5, "x", [GREEDY, None]):
         with pytest.raises(ConfigError, match="sampling_params must be SamplingParams"):
             llm.generate(["a", "b"], wrong, use_tqdm=False)
-    with pytest.raises(ConfigError, match="sampling_params has 0 entries for 1 prompts"):
+    with pytest.raises(ConfigError, match="sampling_params: 0 given for 1 prompt;"):
         llm.generate("a", [], use_tqdm=False)
     for wrong in (None, "hi", {"role": "user", "content": "x"}, [["hi"]], [None]):
         with pytest.raises(ConfigError, match="must be a list of mappings with 'role' and 'content'"):

@@ -64,7 +64,7 @@ def test_failed_prompts_are_said_once_for_a_call(llm: LLM, caplog: pytest.LogCap
     llm.enqueue([[]], GREEDY)
     llm.wait_for_completion(use_tqdm=False)
     assert [record.getMessage()[:21] for record in caplog.records] == [
-        "1 of 2 prompts failed", "1 of 1 prompts failed",
+        "1 of 2 prompts failed", "1 of 1 prompt failed ",
     ]  # fmt: skip
     caplog.clear()
     llm.generate("fine", GREEDY, use_tqdm=False)
