@@ -106,6 +106,14 @@ class ModelSettings:
     def __post_init__(self) -> None:
         check_fields(self, _MODEL_RULES, _SETTING)
         only_built("trust_remote_code", self.trust_remote_code, False, "running a model's own code")
+        excluded = [("dtype", each) for each in ("float16", "bfloat16")] + [("device", "cuda")]
+        for name, value in (("quantization", "int8"), ("reproducible", True)):
+            for other, wrong in excluded:
+                if getattr(self, name) == value and getattr(self, other) == wrong:
+                    raise ConfigError(
+                        f"{_SETTING} '{name}'={value!r}: built for float32 on a CPU, not for "
+                        f"{other}={wrong!r}; leave one of the two out"
+                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ For tests of the engine: `ChildClient(..., executor="batchgen.counting:load_coun
 child.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -252,6 +253,7 @@ def _check_history(history: list[int], row: SamplingRow) -> None:
 
 def load_counting(config: EngineConfig) -> CountingExecutor:
     """A CountingExecutor as a child process loads it."""
+    logging.getLogger("batchgen.loading").info("loading %s", config.model.model)
     return CountingExecutor(config)
 
 

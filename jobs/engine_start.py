@@ -1,8 +1,9 @@
 """The start of a job's engine: with what the first run decided, its decisions said, logged and stored."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from batchgen.config import Decision
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import EngineInfo
 from batchgen.engine.start import start_engine
@@ -21,13 +22,19 @@ def start_job_engine(
     Args:
         job: the job.
         stored: the first run's manifest, whose decisions hold; None in the first run.
-        reporter: told every decision and every sampling parameter that is not the default.
+        reporter: told what takes time while it loads, every decision, and every sampling parameter that is
+            not the default.
         events: logs what the engine is.
+
+    Raises:
+        ConfigError: a setting that this machine or this model cannot have; nothing was loaded.
+        ModelError, CapacityError: the model cannot be loaded.
     """
-    config = job.config if stored is None else job.config.with_values(**pinned_engine_args(stored))
-    engine = start_engine(config, job.tokenizer)
+    pinned = {} if stored is None else pinned_engine_args(stored)
+    with job.spec.placing_errors("engine"):
+        engine = start_engine(job.config.with_values(**pinned), job.tokenizer, on_loading=reporter.say)
     info = engine.info
-    for line in info.decisions:
+    for line in _decisions(job, info, pinned):
         reporter.say(line)
     for name, (value, origin) in job.sampling_with_origins().items():
         if origin != "default":
@@ -49,6 +56,16 @@ def start_job_engine(
         environment=environment,
     )
     return engine
+
+
+def _decisions(job: PreparedJob, info: EngineInfo, pinned: Mapping[str, Any]) -> Iterable[str]:
+    """A line for each decision; those of the first run are said again, as they hold again."""
+    lines = {line.partition("=")[0]: line for line in info.decisions}
+    given = job.config.to_engine_args()
+    for name, value in pinned.items():
+        if value != given[name]:
+            lines[name] = str(Decision(name, value, "as in the first run"))
+    return lines.values()
 
 
 def first_manifest(job: PreparedJob, info: EngineInfo | None) -> Manifest:

@@ -76,7 +76,7 @@ class ProgressState:
     def line(self) -> str:
         """One line of text, without end."""
         if self.phase == "loading":
-            return "loading the model"
+            return "starting the engine"
         if self.rows_total is None:
             rows = counted(self.rows_done, "row")
         else:

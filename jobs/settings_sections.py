@@ -142,6 +142,14 @@ else:
 class EngineSpec(_EngineFields):
     """Engine settings under vLLM's names: every one of `EngineConfig` that no other section has."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            EngineConfig.from_engine_args(model="any", **self.given())
+        except ConfigError as error:
+            raise refuse("", str(error)) from None
+        return self
+
 
 class SamplingSpec(_SamplingFields):
     """How tokens are drawn: the fields of `SamplingParams`, and `seed_column`.

@@ -30,6 +30,8 @@ from batchgen.jobs.yaml_file import YamlDocument, parse_yaml, read_yaml
 _IN_MEMORY = "job"
 # The key that a message begins with.
 _KEY = re.compile(r"(?:model|engine|input|prompt|sampling|output)(?:\.\w+)+")
+# The engine setting that a message of the engine begins with; it knows no sections.
+_SETTING = re.compile(r"(\w+)[:=]")
 _Spec = TypeVar("_Spec", bound="JobSpec")
 
 
@@ -130,7 +132,8 @@ class JobSpec(BaseModel):
         """Within it, an error about what the job file names gets the file's name and line put before it.
 
         Args:
-            section: whose line it is when the error names no key; of an error about a template, the prompt's.
+            section: whose line it is when the error names no key; of an error about a template, the prompt's,
+                of one about the model's files, the model's.
 
         Raises:
             InputError, ConfigError, ModelError: what was raised inside, with the place.
@@ -139,11 +142,15 @@ class JobSpec(BaseModel):
             yield
         except (InputError, ModelError) as error:
             section = "prompt" if isinstance(error, TemplateError) else section
+            section = "model" if isinstance(error, ModelError) else section
             raise type(error)(self._with_place(str(error), section)) from error
         except ConfigError as error:
             raise ConfigError(self._with_place(str(error), section)) from error
 
     def _with_place(self, message: str, section: str) -> str:
+        setting = _SETTING.match(message) if section == "engine" else None
+        if setting and setting[1] in EngineSpec.model_fields:
+            message = f"engine.{message}"
         named = _KEY.match(message)
         keys = (named[0] if named else section).split(".")
         path = tuple(int(key) if key.isdecimal() else key for key in keys)

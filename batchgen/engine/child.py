@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from batchgen.config import EngineConfig
 from batchgen.engine import wire
 from batchgen.engine.core import EngineCore
-from batchgen.engine.loading import load_core
+from batchgen.engine.loading import load_core, telling
 from batchgen.errors import BatchgenError
 
 STATS_INTERVAL_S = 0.25
@@ -41,6 +41,7 @@ class Hello:
         tokenizer_eos_ids: end-of-sequence ids of the tokenizer.
         parent_pid: whose death is ours.
         log_level: level of the "batchgen" logger.
+        tells_loading: send what is said of loading as messages, not as lines of the log.
     """
 
     config: EngineConfig
@@ -48,6 +49,7 @@ class Hello:
     tokenizer_eos_ids: tuple[int, ...]
     parent_pid: int
     log_level: int
+    tells_loading: bool = False
 
 
 def main() -> int:
@@ -65,9 +67,13 @@ def main() -> int:
     _die_with(hello.parent_pid)
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("batchgen").setLevel(hello.log_level)
+
+    def tell(what: str) -> None:
+        wire.write(outbox, wire.encode((wire.LOADING, what)))
+
     try:
-        wire.write(outbox, wire.encode((wire.LOADING, f"loading {hello.config.model.model}")))
-        core = load_core(hello.config, tokenizer_eos_ids=hello.tokenizer_eos_ids, executor=hello.executor)
+        with telling(tell) if hello.tells_loading else nullcontext():
+            core = load_core(hello.config, tokenizer_eos_ids=hello.tokenizer_eos_ids, executor=hello.executor)
     except Exception as error:
         traceback.print_exc()
         wire.write(outbox, wire.encode((wire.FAILED, wire.encode_error(error))))

@@ -32,7 +32,7 @@ class ChildClient:
         tokenizer: makes text of tokens, here; the child needs none.
         executor: "module:function" from EngineConfig to Executor, imported in the child. Tests put in one
             without a model.
-        on_loading: called with what the child is about to do while it loads.
+        on_loading: called with what the child is about to do while it loads, which else goes to the log.
         process: a child that nobody has greeted; else one is started here.
 
     Raises:
@@ -57,6 +57,7 @@ class ChildClient:
             tokenizer_eos_ids=tuple(tokenizer.eos_token_ids),
             parent_pid=os.getpid(),
             log_level=logging.getLogger("batchgen").getEffectiveLevel(),
+            tells_loading=on_loading is not None,
         )
         self._processor = OutputProcessor(tokenizer)
         self._outputs: list[RequestOutput] = []

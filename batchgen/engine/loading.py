@@ -1,7 +1,9 @@
 """From a config to an EngineCore: finds the executor's loader by name, loads, and measures."""
 
+import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import cast
 
@@ -10,6 +12,32 @@ from batchgen.engine.core import EngineCore
 from batchgen.worker.executor import Executor
 
 DEFAULT_EXECUTOR = "batchgen.worker.load:load_executor"
+# Whoever does what takes seconds while a model loads says so here: a line before it begins.
+_LOG = logging.getLogger("batchgen.loading")
+
+
+@contextmanager
+def telling(tell: Callable[[str], None]) -> Iterator[None]:
+    """Within it, what is said of loading goes to `tell` and not into the log."""
+    level, handler = _LOG.level, _Teller(tell)
+    _LOG.setLevel(logging.INFO)
+    _LOG.addHandler(handler)
+    _LOG.propagate = False
+    try:
+        yield
+    finally:
+        _LOG.propagate = True
+        _LOG.removeHandler(handler)
+        _LOG.setLevel(level)
+
+
+class _Teller(logging.Handler):
+    def __init__(self, tell: Callable[[str], None]):
+        super().__init__()
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(record.getMessage())
 
 
 def load_core(

@@ -1,6 +1,7 @@
 """start_engine: the one way to an EngineClient, whatever is behind it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from batchgen.config import EngineConfig
@@ -41,7 +42,7 @@ def start_engine(
         config: its settings; a model `echo:` needs no model and runs here.
         tokenizer: makes text of tokens on this side.
         in_process: compute in this process instead of in a child.
-        on_loading: called with what is about to be loaded.
+        on_loading: called with what is about to be done while a model loads, which else goes to the log.
         begun: of `begin_engine`; without one a child is started now.
 
     Raises:
@@ -54,11 +55,11 @@ def start_engine(
         return EchoEngine.from_config(config)
     if in_process:
         from batchgen.engine.in_process import InProcessClient
-        from batchgen.engine.loading import load_core
+        from batchgen.engine.loading import load_core, telling
 
-        if on_loading is not None:
-            on_loading(f"loading {config.model.model}")
-        return InProcessClient(load_core(config, tokenizer_eos_ids=tokenizer.eos_token_ids), tokenizer)
+        with nullcontext() if on_loading is None else telling(on_loading):
+            core = load_core(config, tokenizer_eos_ids=tokenizer.eos_token_ids)
+        return InProcessClient(core, tokenizer)
     from batchgen.engine.child_client import ChildClient
 
     return ChildClient(config, tokenizer, on_loading=on_loading, process=begun)

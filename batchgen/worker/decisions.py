@@ -1,5 +1,7 @@
 """Settings that were left to us: each decided once, with a reason, before anything large is loaded."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +36,19 @@ class Decisions:
             return given
         self.made.append(Decision(name, value, reason))
         return value
+
+
+@contextmanager
+def refusing_settings() -> Iterator[None]:
+    """Within it nothing is loaded yet: what a device or the kernels cannot do, a setting has asked for.
+
+    Raises:
+        ConfigError: the KernelError or DeviceError that was raised inside.
+    """
+    try:
+        yield
+    except KernelError as error:
+        raise ConfigError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from batchgen.worker.decisions import (
     decide_kernels,
     decide_limits,
     decide_swapping,
+    refusing_settings,
 )
 from batchgen.worker.device import available_memory, environment
 from batchgen.worker.executor import Executor, ExecutorInfo
@@ -26,7 +27,7 @@ from batchgen.worker.memory import plan_blocks, plan_host_blocks
 from batchgen.worker.model_files import ModelFiles
 from batchgen.worker.model_memory import ModelMemory
 from batchgen.worker.model_runner import ModelRunner
-from batchgen.worker.precision import decide_kv_dtype, decide_quantization
+from batchgen.worker.precision import decide_kv_dtype, decide_quantization, warn_of_slow_products
 from batchgen.worker.sampler_setup import make_sampler
 from batchgen.worker.thinking import find_marks
 
@@ -39,19 +40,20 @@ def load_executor(config: EngineConfig) -> Executor:
     Raises:
         ConfigError: no such model, or settings that do not fit it.
         ModelError: weights or architecture that cannot be loaded.
-        KernelError: a forced kernel backend that cannot serve.
         CapacityError: no memory for a single KV block, or not for all that were asked for.
     """
     decisions, block_size = Decisions(), config.cache.block_size
     files = ModelFiles(config.model.model, config.model.revision)
     shape = files.shape
-    device = decide_device(config, decisions)
-    dtype = decide_dtype(config.model.dtype, shape, device, decisions)
-    limits = decide_limits(config, shape, device, decisions)
-    swapping = decide_swapping(config, device, decisions)
-    quantization = decide_quantization(config, shape, device, dtype, decisions)
-    kv_dtype = decide_kv_dtype(config.cache.kv_cache_dtype, dtype, quantization, decisions)
-    kernels, reproducible = decide_kernels(config, shape, device, dtype, kv_dtype, decisions)
+    with refusing_settings():
+        device = decide_device(config, decisions)
+        dtype = decide_dtype(config.model.dtype, shape, device, decisions)
+        limits = decide_limits(config, shape, device, decisions)
+        swapping = decide_swapping(config, device, decisions)
+        quantization = decide_quantization(config, shape, device, dtype, decisions)
+        kv_dtype = decide_kv_dtype(config.cache.kv_cache_dtype, dtype, quantization, decisions)
+        kernels, reproducible = decide_kernels(config, shape, device, dtype, kv_dtype, decisions)
+    warn_of_slow_products(kernels, quantization)
     # The tokenizer comes before the weights: it is quick and fails early.
     tokenizer = tokenizer_of(config.model)
     ends = eos_sources(files.location, tokenizer.eos_token_ids)

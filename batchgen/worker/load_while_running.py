@@ -5,6 +5,9 @@ of what the norms of a language model give is the same vector for every token, w
 depends on the tokens, so that random ones do, and no data is needed.
 """
 
+import logging
+import time
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,9 +20,13 @@ from batchgen.models.decoder_layer import Linear
 from batchgen.models.weights import WeightLoader
 from batchgen.worker.input_batch import BatchBuilder
 
+loading = logging.getLogger("batchgen.loading")
+
 _NUM_TOKENS = 512
 # The first tokens of a text, which all others attend to, are unlike the rest.
 _SKIPPED = 16
+# Seconds between two words on how far it is.
+_TELL_EVERY_S = 10.0
 
 
 @torch.no_grad()
@@ -32,7 +39,8 @@ def load_while_running(model: Decoder, loader: WeightLoader) -> None:
     for target, _ in model.weight_targets().values():
         if not isinstance(target, LinearLayer):
             loader.load(target)
-    model.wrap_linears(lambda name, layer: _Arriving(layer, loader))
+    arrivals = _Arrivals(loader)
+    model.wrap_linears(lambda name, layer: _Arriving(layer, arrivals))
     num_tokens = min(_NUM_TOKENS, model.max_len)
     layout, kernels = model.kv_layout, model.kernels
     num_groups, num_blocks = len(layout.windows), -(-num_tokens // layout.spec.block_size)
@@ -44,7 +52,7 @@ def load_while_running(model: Decoder, loader: WeightLoader) -> None:
     builder = BatchBuilder(block_size=layout.spec.block_size, num_groups=num_groups, device=model.device)
     batch = builder.build(SchedulerOutput(0, (ScheduledSequence(0, ids, 0, tables),)), {})
     normed = model.forward(batch.token_ids, batch.positions, batch.metas)
-    _arrive(model.head, normed, loader)
+    arrivals.take(model.head, normed)
     model.wrap_linears(lambda name, layer: layer.layer if isinstance(layer, _Arriving) else layer)
     model.release()
 
@@ -52,18 +60,32 @@ def load_while_running(model: Decoder, loader: WeightLoader) -> None:
 class _Arriving:
     """A linear layer that is loaded when it is first called."""
 
-    def __init__(self, layer: Linear, loader: WeightLoader):
+    def __init__(self, layer: Linear, arrivals: "_Arrivals"):
         assert isinstance(layer, LinearLayer)
-        self.layer, self._loader, self.input_bits = layer, loader, layer.input_bits
+        self.layer, self._arrivals, self.input_bits = layer, arrivals, layer.input_bits
+        arrivals.num_layers += 1
 
     def __call__(self, x: Activation, out: Tensor | None = None) -> Tensor:
-        _arrive(self.layer, x, self._loader)
+        self._arrivals.take(self.layer, x)
         return self.layer(x, out)
 
 
-def _arrive(layer: LinearLayer, x: Activation, loader: WeightLoader) -> None:
-    layer.method.mean_inputs[layer.name] = _mean(x.dense() if isinstance(x, Quantized) else x)
-    loader.load(layer)
+class _Arrivals:
+    """Loads one linear layer after the other, and says now and then how many there are."""
+
+    def __init__(self, loader: WeightLoader):
+        self.num_layers = 1  # the head
+        self._loader = loader
+        self._num_loaded, self._told_at = 0, time.monotonic()
+
+    def take(self, layer: LinearLayer, x: Activation) -> None:
+        """Load a layer whose inputs are known."""
+        layer.method.mean_inputs[layer.name] = _mean(x.dense() if isinstance(x, Quantized) else x)
+        self._loader.load(layer)
+        self._num_loaded += 1
+        if time.monotonic() - self._told_at >= _TELL_EVERY_S:
+            self._told_at = time.monotonic()
+            loading.info("%d of %d weights rounded", self._num_loaded, self.num_layers)
 
 
 def _mean(x: Tensor) -> Tensor:

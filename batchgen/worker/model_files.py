@@ -23,6 +23,7 @@ from batchgen.worker.device import hand_back_memory
 from batchgen.worker.load_while_running import load_while_running
 
 log = logging.getLogger("batchgen.worker")
+loading = logging.getLogger("batchgen.loading")
 
 
 class ModelFiles:
@@ -72,6 +73,8 @@ class ModelFiles:
             ModelError: weights that do not fit or cannot be read.
         """
         begin = time.perf_counter()
+        rounding = f", rounding its weights to {quantization}" if quantization else ""
+        loading.info("loading %s%s", self.location.name, rounding)
         source: WeightSource
         divisors = None
         if self._gguf:

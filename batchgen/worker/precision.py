@@ -6,7 +6,7 @@ import torch
 
 from batchgen.config import Decision, EngineConfig
 from batchgen.errors import ConfigError
-from batchgen.kernels.ops import choose
+from batchgen.kernels.ops import Kernels, choose
 from batchgen.models.model_config import ModelConfig
 from batchgen.worker.decisions import Decisions
 from batchgen.worker.device import is_host
@@ -63,6 +63,16 @@ def decide_kv_dtype(given: str, dtype: str, quantization: str | None, decisions:
         reason = "its loss is small beside that of int8 weights"
         return str(decisions.decide("kv_cache_dtype", given, "int8", reason))
     return str(decisions.decide("kv_cache_dtype", given, dtype, "as the activations"))
+
+
+def warn_of_slow_products(kernels: Kernels, quantization: str | None) -> None:
+    """Say so when int8 is taken for speed, and is slower than no int8 at all."""
+    choice = kernels.choices["linear_int8"]
+    if quantization == "int8" and choice.backend == "reference":
+        log.warning(
+            "quantization: int8 runs on the reference kernels (%s), about ten times slower than float32 "
+            "would; leave quantization out, or let the C kernels run: they need a C compiler", choice.reason,
+        )  # fmt: skip
 
 
 def _by_speed(config: EngineConfig, shape: ModelConfig) -> tuple[str | None, str]:

@@ -17,6 +17,8 @@ from pathlib import Path
 from batchgen.errors import ConfigError
 
 log = logging.getLogger("batchgen.kernels")
+# A warning, so that who waits ten seconds in Python sees why without setting a log up.
+loading = logging.getLogger("batchgen.loading")
 
 FLAGS = (
     "-std=gnu11",
@@ -205,6 +207,7 @@ def _compile(compiler: tuple[str, ...], flags: Sequence[str], folder: Path, stem
 
     Sources are compiled side by side, the largest first: they take seconds each.
     """
+    loading.warning("compiling the C kernels for this machine (once, about ten seconds)")
     sources = sorted(Path(__file__).parent.glob("*.c"), key=lambda source: -source.stat().st_size)
     try:
         with tempfile.TemporaryDirectory(prefix=f"{stem}-", suffix=".tmp", dir=folder) as workshop:

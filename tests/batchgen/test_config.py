@@ -122,3 +122,15 @@ def test_config_is_frozen_and_picklable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.model.seed = 6  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(("name", "value"), [("quantization", "int8"), ("reproducible", True)])
+@pytest.mark.parametrize(
+    ("other", "wrong"), [("dtype", "bfloat16"), ("dtype", "float16"), ("device", "cuda")]
+)
+def test_settings_that_are_built_for_a_cpu_exclude_others(
+    name: str, value: object, other: str, wrong: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}'=.*not for {other}='{wrong}'; leave one of the two out"):
+        EngineConfig.from_engine_args(model="m", **{name: value, other: wrong})
+    EngineConfig.from_engine_args(model="m", **{name: value, "dtype": "float32", "device": "cpu"})

@@ -282,6 +282,12 @@ def test_what_the_child_does_while_loading_is_told(make_config: Any) -> None:
     assert told == ["loading counting:"]
 
 
+def test_what_nobody_listens_to_goes_to_the_log(make_config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "batchgen"):
+        ChildClient(make_config(), ByteTokenizer(), executor="batchgen.counting:load_counting").shutdown()
+    assert ("batchgen.loading", logging.INFO, "loading counting:") in caplog.record_tuples
+
+
 def test_warnings_of_the_child_go_through_our_own_log(
     start: Callable[..., ChildClient], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,7 @@ def test_line() -> None:
     assert ProgressState(phase="running", rows_done=1).line() == "running: 1 row, kv 0%"
     early = ProgressState(phase="running", rows_total=1, generated_tokens_per_s=12, prompt_tokens_per_s=34)
     assert early.line() == "running: 0/1 row, tok/s 12, prompt tok/s 34, kv 0%"
-    assert ProgressState(phase="loading").line() == "loading the model"
+    assert ProgressState(phase="loading").line() == "starting the engine"
 
 
 def test_rates_are_means_over_the_last_seconds() -> None:

@@ -177,7 +177,7 @@ def test_rows_of_a_file_that_breaks_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_stop_ends_soon_however_long_a_step_takes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stuck(config: Any, tokenizer: Any) -> ChildClient:
+    def stuck(config: Any, tokenizer: Any, **_: Any) -> ChildClient:
         return ChildClient(config, tokenizer, executor="batchgen.counting:load_stuck")
 
     monkeypatch.setattr(engine_start_module, "start_engine", stuck)

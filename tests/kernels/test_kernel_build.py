@@ -51,6 +51,14 @@ def _needs_a_compiler():
         pytest.skip(str(error))
 
 
+def test_compiling_is_said_once_and_without_a_log_set_up(tmp_path, caplog):
+    for _ in range(2):
+        build.library_path(tmp_path, QUICK)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "compiling the C kernels for this machine (once, about ten seconds)" in record.message
+
+
 def test_second_build_is_found_in_the_cache(tmp_path):
     first = build.library_path(tmp_path, QUICK)
     before = first.stat()

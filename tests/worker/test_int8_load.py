@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from batchgen.errors import ConfigError, UnsupportedModelError
+from batchgen.engine.loading import telling
+from batchgen.errors import UnsupportedModelError
 from batchgen.kernels.ops import choose
 from batchgen.models.family import MODELS
 from batchgen.quantization.unquantized import Unquantized
 from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_gguf
-from batchgen.worker import machine_speed, precision
+from batchgen.worker import load_while_running, machine_speed, precision
 from batchgen.worker.machine_speed import product_speeds
 
 PROMPTS = [random_ids(count, seed=count, vocab_size=256) for count in (5, 17, 40)]
@@ -74,9 +75,26 @@ def test_auto_leaves_other_types_alone(folder: Path, load: Any, monkeypatch: pyt
     assert "not for bfloat16" in decision(runner, "quantization")
 
 
-def test_int8_of_other_activations_is_refused(folder: Path, load: Any) -> None:
-    with pytest.raises(ConfigError, match="int8 is built for float32 activations on a CPU, not for bfloat16"):
-        load(folder, quantization="int8", dtype="bfloat16")
+def test_rounding_is_said_before_it_begins_and_while_it_goes_on(
+    folder: Path, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_while_running, "_TELL_EVERY_S", 0.0)
+    told: list[str] = []
+    with telling(told.append):
+        load(folder, quantization="int8")
+    num_linears = 4 * tiny_model().config.num_hidden_layers + 1
+    assert told[0] == f"loading {folder}, rounding its weights to int8"
+    assert told[1:] == [f"{number} of {num_linears} weights rounded" for number in range(1, num_linears + 1)]
+
+
+def test_int8_that_is_slow_is_said_once(folder: Path, load: Any, caplog: pytest.LogCaptureFixture) -> None:
+    load(folder, quantization="int8", kernel_backend="reference")
+    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "int8 runs on the reference kernels (forced), about ten times slower" in record.getMessage()
+    caplog.clear()
+    load(folder, kernel_backend="reference")
+    load(folder, quantization="int8")
+    assert "slower" not in caplog.text
 
 
 def test_a_quantized_checkpoint_is_refused(tmp_path: Path, load: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.errors import KernelError
+from batchgen.errors import ConfigError
 from batchgen.tiny_models import random_ids
 
 PROMPTS = [random_ids(count, seed=count, vocab_size=256) for count in (5, 17, 40)]
@@ -51,5 +51,5 @@ def test_a_backend_that_lacks_a_type_says_so(
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(KernelError, match="keep the KV cache in float32, as activations are, not in int8"):
+    with pytest.raises(ConfigError, match="keep the KV cache in float32, as activations are, not in int8"):
         load(folder, kernel_backend="gpu", kv_cache_dtype="int8")

@@ -114,10 +114,6 @@ def test_ids_without_a_token_are_not_drawn(folder: Path, load: Any, generate: An
 def test_reproducible_is_refused_where_it_is_not_built(folder: Path, load: Any) -> None:
     assert load(folder, reproducible=True).info.reproducible
     assert not load(folder, reproducible=False).info.reproducible
-    with pytest.raises(
-        ConfigError, match="reproducible: true is built for float32 on a CPU, not for bfloat16"
-    ):
-        load(folder, reproducible=True, dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"reproducible: true cannot be had: .*reference"):
         load(folder, reproducible=True, kernel_backend="reference")
 
@@ -130,6 +126,22 @@ def test_settings_that_do_not_fit_the_model_are_refused(folder: Path, tmp_path: 
     (tmp_path / "config.json").write_text('{"architectures": ["BloomForCausalLM"]}')
     with pytest.raises(UnsupportedModelError, match="BloomForCausalLM is not built"):
         load(tmp_path)
+
+
+def test_settings_that_the_machine_lacks_are_refused_before_anything_is_read(
+    folder: Path, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("batchgen.worker.model_files.ModelFiles.build")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for wish, words in (
+        ({"kernel_backend": "gpu"}, "kernel_backend='gpu' cannot serve linear for float32 on cpu"),
+        ({"kernel_backend": "gpu", "quantization": "auto"}, "kernel_backend='gpu' cannot serve"),
+        ({"device": "cuda"}, "device: cuda was asked for"),
+        ({"max_model_len": 1000}, "max_model_len=1000 is more than"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{words}"):
+            load(folder, **wish)
 
 
 def test_a_prompt_that_is_not_cut_must_fit_a_step(folder: Path, load: Any) -> None:

@@ -171,7 +171,7 @@ def test_a_terminal_gets_a_bar_and_a_dumb_one_lines(make_job) -> None:  # BS-25
 def test_a_terminal_without_a_size_gets_lines(make_job) -> None:
     plain = _on_a_terminal(["run", str(make_job())], "xterm", size=(0, 0))
     assert "\r" not in plain
-    assert "loading the model\n" in plain
+    assert "starting the engine\n" in plain
 
 
 def test_ctrl_c_saves_progress_and_the_same_command_goes_on(invoke, make_job, tmp_path) -> None:
