@@ -70,8 +70,8 @@ class RowFeeder:
 
     @property
     def rows_total(self) -> int | None:
-        """Rows in the whole source, once reading came to its end."""
-        return self._reader.num_rows
+        """Rows of the source that are wanted, once that is known."""
+        return self._reader.rows_total
 
     def take(self, max_rows: int, wait_s: float = 0.0) -> list[Item]:
         """The next rows, at most so many; [] when none is ready within `wait_s`, or all are taken.

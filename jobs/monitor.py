@@ -57,6 +57,13 @@ class Monitor:
         """Seconds since the run began."""
         return self._clock() - self._start
 
+    def know(self, rows_total: int, rows_done: int) -> None:
+        """Take in how many rows the job has, and how many of these are done; earlier ones may lie beyond."""
+        self.rows_total = rows_total
+        shift = rows_done - self._tally.rows - self._offset
+        self._offset += shift
+        self._rows_before += shift
+
     def stopping(self, window: Window, timeout_s: float) -> None:
         """Say at once that a stop was asked for, and what is waited for."""
         self.phase = "draining"

@@ -88,8 +88,8 @@ class RowLoop:
                 break
             self._collect(self._poll_s())
             self._commit_if_due()
-            if self._monitor.rows_total is None:
-                self._monitor.rows_total = self._feeder.rows_total
+            if self._monitor.rows_total is None and (total := self._feeder.rows_total) is not None:
+                self._monitor.know(total, self._store.count_done_before(total))
             self._monitor.tick(self._engine.stats, self._window)
         if self._stop.is_set:
             self._monitor.stopping(self._window, 0 if self._is_paused else self._drain_timeout_s)

@@ -18,6 +18,7 @@ class RowReader:
 
     Attributes:
         num_rows: rows in the whole source, once reading came to its end.
+        rows_total: rows of the source that are wanted, once reading came to its end or to the limit.
     """
 
     def __init__(self, source: Source, store: ShardStore, limit: int | None = None):
@@ -25,6 +26,7 @@ class RowReader:
         self._gaps = list(store.gaps())
         self._batches: Iterator[tuple[SourceBatch, list[int]]] = self._read()
         self.num_rows: int | None = None
+        self.rows_total: int | None = None
 
     def peek(self) -> bool:
         """Whether there is any row to do. Reads up to the first."""
@@ -41,12 +43,14 @@ class RowReader:
         for gap in self._gaps:
             stop = min((row for row in (gap.stop_row, self._limit) if row is not None), default=None)
             index = gap.start.index
+            self._reach(index)
             if stop is not None and index >= stop:
                 continue
             for batch in self._source.batches(gap.start):
                 index = batch.start.index
                 count = len(batch) if stop is None else min(len(batch), stop - index)
                 offsets = self._store.undone(index, count).tolist()
+                self._reach(index + len(batch))
                 if offsets:
                     yield batch, offsets
                 index += len(batch)
@@ -54,4 +58,9 @@ class RowReader:
                     break
             else:
                 if gap.stop_row is None:
-                    self.num_rows = index
+                    self.num_rows = self.rows_total = index
+
+    def _reach(self, index: int) -> None:
+        """The source has so many rows at least."""
+        if self._limit is not None and index >= self._limit:
+            self.rows_total = self._limit

@@ -148,7 +148,7 @@ class JobRunner:
         events = EventLog(self._folder.events)
         stack.callback(events.close)
         control = self._open_control(stack)
-        rows_total = self._rows_total(job.source.num_rows)
+        rows_total = self._rows_total(job.source.num_rows, reader)
         rows_before = store.tally.rows if rows_total is None else store.count_done_before(rows_total)
         monitor = Monitor(events, self._reporter, store.tally, rows_total=rows_total, rows_before=rows_before)
         events.put(
@@ -213,11 +213,12 @@ class JobRunner:
         stack.callback(control.close)
         return control
 
-    def _rows_total(self, num_rows: int | None) -> int | None:
+    def _rows_total(self, num_rows: int | None, reader: RowReader | None) -> int | None:
+        """Rows that the job is to do, its limit applied; None as long as nobody has seen so many."""
         known = read_source_rows(self._folder) if num_rows is None else num_rows
-        limit = self._spec.limit
-        # A limit says nothing of a source that may end before it, but it is all there is to show.
-        return known if limit is None else limit if known is None else min(limit, known)
+        if known is None:
+            return None if reader is None else reader.rows_total
+        return known if self._spec.limit is None else min(self._spec.limit, known)
 
     def _end_rows(self, store: ShardStore, reader: RowReader) -> None:
         if reader.num_rows is not None:
@@ -240,9 +241,10 @@ class JobRunner:
         )
 
     def _summary(self, store: ShardStore, reader: RowReader | None, *, rows_now: int) -> JobSummary:
-        total = self._rows_total(None if reader is None else reader.num_rows)
+        total = self._rows_total(None if reader is None else reader.num_rows, reader)
         # What an earlier run did beyond this one's limit is no part of it.
-        tally = store.tally if total is None else store.tally_before(total)
+        end = self._spec.limit if total is None else total
+        tally = store.tally if end is None else store.tally_before(end)
         return JobSummary(
             output=display_path(self._folder.root),
             rows_total=total,

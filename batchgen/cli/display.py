@@ -9,13 +9,14 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TextIO
 
 from batchgen.jobs.progress import LineReporter, ProgressState, Reporter
+from batchgen.quantities import counted
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 _JSON_EVERY_S = 1.0
-_BAR_FORMAT = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows [{elapsed}{postfix}]"
-_BAR_FORMAT_WITHOUT_TOTAL = "{desc}{n_fmt} rows [{elapsed}{postfix}]"
+# What stands before and after the rows.
+_BAR_HEAD, _BAR_TAIL = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/", " [{elapsed}{postfix}]"
 
 
 class Style(StrEnum):
@@ -121,7 +122,9 @@ class BarReporter:
 
 
 def _bar_format(state: ProgressState) -> str:
-    return _BAR_FORMAT if state.rows_total is not None else _BAR_FORMAT_WITHOUT_TOTAL
+    if state.rows_total is None:
+        return "{desc}" + counted(state.rows_done, "row") + _BAR_TAIL
+    return _BAR_HEAD + counted(state.rows_total, "row") + _BAR_TAIL
 
 
 class JsonReporter:

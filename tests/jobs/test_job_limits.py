@@ -9,8 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen.jobs.engine_start as engine_start_module
+from batchgen.engine.messages import EngineStats
+from batchgen.jobs.events import EventLog
+from batchgen.jobs.monitor import Monitor
 from batchgen.jobs.status import status
-from batchgen.jobs.testing import NUM_ROWS, echo_job, go, read_shards, stopped_run
+from batchgen.jobs.tally import Tally
+from batchgen.jobs.testing import NUM_ROWS, QuietReporter, echo_job, go, read_shards, stopped_run
+from batchgen.jobs.window import Window
 
 
 def no_engine(*_: Any, **__: Any) -> Any:
@@ -69,6 +74,31 @@ def test_a_source_that_does_not_know_its_length(tmp_path: Path, monkeypatch: pyt
     assert status(tmp_path / "out").state == "finished"
     (tmp_path / "out" / ".batchgen" / "source_rows.json").unlink()
     assert go(spec).rows_total == 20
+
+
+@pytest.mark.parametrize(
+    ("limit", "first", "last"), [(100, {None, 20}, 20), (7, {7}, 7), (None, {None, 20}, 20)]
+)
+def test_the_total_is_of_rows_that_were_seen(
+    tmp_path: Path, limit: int | None, first: set[int | None], last: int
+) -> None:
+    lines = tmp_path / "in.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)))
+    reporter = QuietReporter()
+    assert go(echo_job(lines, limit=limit), reporter=reporter).rows_total == last
+    assert {state.rows_total for state in reporter.states} <= first | {last}
+    assert (reporter.states[-1].rows_total, reporter.states[-1].rows_done) == (last, last)
+
+
+def test_rows_beyond_a_limit_that_is_reached_late_do_not_count(tmp_path: Path) -> None:
+    tally = Tally(rows=30)
+    reporter = QuietReporter()
+    monitor = Monitor(EventLog(tmp_path / "events"), reporter, tally, rows_total=None, rows_before=30)
+    tally.rows = 34  # 4 in this run; of the 30 before, 10 are beyond the limit
+    monitor.know(25, 24)
+    monitor.tick(lambda _: EngineStats(), Window(8), now=True)
+    (state,) = reporter.states
+    assert (state.rows_total, state.rows_done, state.rows_before) == (25, 24, 20)
 
 
 def test_status_after_a_limit_that_says_less_than_what_is_done(source: Path, tmp_path: Path) -> None:

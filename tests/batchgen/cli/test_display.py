@@ -46,6 +46,14 @@ def test_the_bar_shows_rows_speed_kv_failures_and_time_to_go() -> None:
         assert word in last
 
 
+def test_one_row_is_no_rows() -> None:
+    terminal = Terminal()
+    bar = BarReporter(terminal)
+    bar.show(running(rows_total=1, rows_done=0))
+    bar.close()
+    assert "0/1 row [" in terminal.getvalue()
+
+
 def test_the_bar_counts_without_a_total() -> None:
     terminal = Terminal()
     bar = BarReporter(terminal)
