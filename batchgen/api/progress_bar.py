@@ -3,11 +3,13 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from tqdm.auto import tqdm
+from typing import TYPE_CHECKING
 
 from batchgen.engine.messages import EngineStats
 from batchgen.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from tqdm.auto import tqdm
 
 # Seconds between two looks at the numbers: a long text that nothing finishes beside shows that it goes on.
 _INTERVAL_S = 0.5
@@ -53,5 +55,7 @@ def progress_bar(total: int, use_tqdm: bool, unit: str = "prompt") -> Iterator[P
 
     Only a bar of prompts shows tokens a second; a score generates none that count.
     """
+    from tqdm.auto import tqdm
+
     with tqdm(total=total, disable=not use_tqdm or total == 0, unit=unit, dynamic_ncols=True) as bar:
         yield ProgressBar(bar, shows_tokens=unit == "prompt")

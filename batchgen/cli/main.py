@@ -12,7 +12,6 @@ from batchgen.cli.generate import generate
 from batchgen.cli.run import run
 from batchgen.cli.status import status
 from batchgen.errors import BatchgenError
-from batchgen.version import __version__
 
 app = typer.Typer(
     name="batchgen",
@@ -30,6 +29,8 @@ app.command()(bench)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from batchgen.version import __version__
+
         typer.echo(f"batchgen {__version__}")
         raise typer.Exit
 

@@ -17,11 +17,9 @@ import threading
 import time
 import traceback
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from batchgen.config import EngineConfig
 from batchgen.engine import wire
 from batchgen.engine.core import EngineCore
 from batchgen.engine.loading import load_core, telling
@@ -29,27 +27,6 @@ from batchgen.errors import BatchgenError
 
 STATS_INTERVAL_S = 0.25
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """What the parent says first.
-
-    Args:
-        config: settings of the engine.
-        executor: "module:function" that loads the executor.
-        tokenizer_eos_ids: end-of-sequence ids of the tokenizer.
-        parent_pid: whose death is ours.
-        log_level: level of the "batchgen" logger.
-        tells_loading: send what is said of loading as messages, not as lines of the log.
-    """
-
-    config: EngineConfig
-    executor: str
-    tokenizer_eos_ids: tuple[int, ...]
-    parent_pid: int
-    log_level: int
-    tells_loading: bool = False
 
 
 def main() -> int:
@@ -63,7 +40,7 @@ def main() -> int:
     content = wire.read(inbox)
     if content is None:
         return 1
-    hello: Hello = pickle.loads(content)
+    hello: wire.Hello = pickle.loads(content)
     _die_with(hello.parent_pid)
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("batchgen").setLevel(hello.log_level)

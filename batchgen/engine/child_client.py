@@ -11,7 +11,6 @@ from typing import Any
 
 from batchgen.config import EngineConfig
 from batchgen.engine import wire
-from batchgen.engine.child import Hello
 from batchgen.engine.child_process import ChildProcess
 from batchgen.engine.loading import DEFAULT_EXECUTOR
 from batchgen.engine.messages import EngineInfo, EngineProfile, EngineRequest, EngineStats, Limits
@@ -51,7 +50,7 @@ class ChildClient:
         on_loading: Callable[[str], None] | None = None,
         process: ChildProcess | None = None,
     ):
-        hello = Hello(
+        hello = wire.Hello(
             config=config,
             executor=executor,
             tokenizer_eos_ids=tuple(tokenizer.eos_token_ids),

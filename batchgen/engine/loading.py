@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from batchgen.config import EngineConfig
-from batchgen.engine.core import EngineCore
-from batchgen.worker.executor import Executor
+
+if TYPE_CHECKING:
+    from batchgen.engine.core import EngineCore
+    from batchgen.worker.executor import Executor
 
 DEFAULT_EXECUTOR = "batchgen.worker.load:load_executor"
 # Whoever does what takes seconds while a model loads says so here: a line before it begins.
@@ -42,7 +44,7 @@ class _Teller(logging.Handler):
 
 def load_core(
     config: EngineConfig, *, tokenizer_eos_ids: Iterable[int] = (), executor: str = DEFAULT_EXECUTOR
-) -> EngineCore:
+) -> "EngineCore":
     """Load a model and put an engine around it.
 
     Args:
@@ -53,9 +55,11 @@ def load_core(
     Raises:
         BatchgenError: what the loader raises; ModelError and CapacityError mostly.
     """
+    from batchgen.engine.core import EngineCore
+
     started = time.perf_counter()
     module, _, function = executor.partition(":")
-    load = cast(Callable[[EngineConfig], Executor], getattr(import_module(module), function))
+    load = cast("Callable[[EngineConfig], Executor]", getattr(import_module(module), function))
     loaded = load(config)
     return EngineCore(
         config, loaded, tokenizer_eos_ids=tokenizer_eos_ids, load_s=time.perf_counter() - started

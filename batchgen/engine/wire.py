@@ -1,17 +1,19 @@
 """The wire between a client and its engine child: length-prefixed pickles over pipes.
 
-Caller to child: a list of (command, argument): the commands of EngineCore, and "call" with (number, method,
-arguments) where the answer matters. Child to caller: one (kind, content) a step, and one for each call. Both
-ends are the same user's own processes, so pickle is safe here.
+Caller to child: a Hello, then lists of (command, argument): the commands of EngineCore, and "call" with
+(number, method, arguments) where the answer matters. Child to caller: one (kind, content) a step, and one for
+each call. Both ends are the same user's own processes, so pickle is safe here.
 """
 
 import os
 import pickle
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import batchgen.errors
+from batchgen.config import EngineConfig
 from batchgen.engine.messages import RequestTimes, SampleOutput
 from batchgen.engine.scheduler_output import TokenLogprobs
 from batchgen.errors import BatchgenError, EngineError
@@ -24,6 +26,27 @@ STEP = "step"  # (list of encoded SampleOutput, EngineStats or None)
 STATS = "stats"  # EngineStats that was asked for
 ANSWER = "answer"  # (number of the call, what it returned, None) or (number, None, encoded error)
 WAKE = "wake"  # none from the child: a thread of the caller's wants its `poll` to return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The first packet to a child: what it is to be.
+
+    Args:
+        config: settings of the engine.
+        executor: "module:function" that loads the executor.
+        tokenizer_eos_ids: end-of-sequence ids of the tokenizer.
+        parent_pid: whose death is the child's.
+        log_level: level of the "batchgen" logger.
+        tells_loading: send what is said of loading as messages, not as lines of the log.
+    """
+
+    config: EngineConfig
+    executor: str
+    tokenizer_eos_ids: tuple[int, ...]
+    parent_pid: int
+    log_level: int
+    tells_loading: bool = False
 
 
 _LENGTH = struct.Struct("<Q")

@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -120,6 +119,8 @@ def _file_in_package(model: str) -> Path:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.submodule_search_locations:
+        from importlib.metadata import packages_distributions
+
         match = nearest(package, packages_distributions())
         hint = (
             f"; did you mean package:{match}/{file_name}?" if match else "; install the one that carries it"

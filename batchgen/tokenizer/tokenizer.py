@@ -5,13 +5,15 @@ import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from batchgen.errors import TemplateError
-from batchgen.tokenizer.chat import ChatTemplate
 from batchgen.tokenizer.guard import ControlTextGuard, guarded, unguard
+
+if TYPE_CHECKING:
+    from batchgen.tokenizer.chat import ChatTemplate
 
 
 class Tokenizer:
@@ -162,7 +164,9 @@ class Tokenizer:
         """Content hashes of vocabulary and chat template, for a job's fingerprint."""
         return dict(self._identity)
 
-    def _template(self, source: str) -> ChatTemplate:
+    def _template(self, source: str) -> "ChatTemplate":
+        from batchgen.tokenizer.chat import ChatTemplate
+
         template = self._templates.get(source)
         if template is None:
             template = self._templates[source] = ChatTemplate(source, self._special_names)

@@ -18,7 +18,6 @@ import pytest
 
 from batchgen.config import EngineConfig
 from batchgen.engine import wire
-from batchgen.engine.child import Hello
 from batchgen.engine.child_client import ChildClient
 from batchgen.engine.messages import EngineRequest, Limits
 from batchgen.engine.start import start_engine
@@ -410,7 +409,7 @@ def test_a_child_whose_input_ends_ends_too(
 
 
 def test_a_child_whose_parent_is_another_process_ends(make_config: Any) -> None:
-    hello = Hello(
+    hello = wire.Hello(
         config=make_config(),
         executor="batchgen.counting:load_counting",
         tokenizer_eos_ids=(),
