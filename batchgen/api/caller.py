@@ -38,7 +38,8 @@ class Caller:
         name: of the class whose arguments they are, for messages.
         model: as `LLM` takes it.
         engine_args: the engine arguments of `batchgen.config`.
-        begins: begin with the engine's process before the tokenizer is loaded; `start` must follow.
+        begins: begin with the engine's process before the tokenizer is loaded; `start` or `abandon` must
+            follow.
 
     Raises:
         ConfigError, ModelError: an argument is wrong, or the tokenizer cannot be loaded.
@@ -67,6 +68,11 @@ class Caller:
         return start_engine(
             self.config, self.tokenizer, in_process=in_process, on_loading=on_loading, **begun
         )
+
+    def abandon(self) -> None:
+        """End the process that was begun: there is nothing to `start` for."""
+        if self._begun is not None:
+            self._begun.kill()
 
     @cached_property
     def default_params(self) -> SamplingParams:

@@ -1,8 +1,8 @@
 """`batchgen generate`: one prompt, one model, the text on standard output."""
 
-import logging
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,11 +10,20 @@ import typer
 
 from batchgen.cli.settings import parse_settings
 from batchgen.errors import ConfigError, EngineError
+from batchgen.quantities import counted
 
 if TYPE_CHECKING:
-    from batchgen.api.llm import LLM
+    from batchgen.api.caller import Caller
+    from batchgen.api.prompt_forms import Read
+    from batchgen.engine.client import EngineClient
+    from batchgen.engine.messages import EngineRequest
     from batchgen.outputs import PositionLogprobs, RequestOutput
     from batchgen.sampling_params import SamplingParams
+
+# What is told of the engine's decisions: in which types it computes and keeps numbers.
+_PRECISION = ("dtype", "quantization", "kv_cache_dtype")
+# How long a wait for new text may be before the bar looks at the engine's numbers.
+_POLL_S = 0.5
 
 
 def generate(
@@ -72,7 +81,10 @@ def generate(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the text.")] = False,
 ) -> None:
-    """Generate text for one prompt. The text goes to standard output, all else to standard error."""
+    """Generate text for one prompt. The text goes to standard output, all else to standard error.
+
+    A terminal shows the text as it comes; a file or a pipe gets it whole.
+    """
     text = sys.stdin.read() if prompt == "-" else prompt
     engine_args, given = parse_settings(settings or [])
     flags: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
@@ -82,25 +94,40 @@ def generate(
     if rules := _grammar(json_schema, regex, choice, grammar):
         given["structured_outputs"] = {**(given.get("structured_outputs") or {}), **rules}
 
-    from batchgen.api.llm import LLM
+    from batchgen.api.caller import Caller
 
-    # A prompt that failed is this command's error, which says it all.
-    logging.getLogger("batchgen.api.caller").setLevel(logging.ERROR)
-    with LLM(model, **engine_args) as llm:
+    def say(line: str) -> None:
         if not quiet:
-            typer.echo(f"{llm.info.model}: loaded in {llm.info.load_s:.1f} s", err=True)
-        params = _params(llm, given)
+            typer.echo(line, err=True)
+
+    caller = Caller("generate", model, engine_args, begins=True)
+    try:
+        params, read = _params(caller, given), _read(caller, text, system, chat)
+    except BaseException:
+        caller.abandon()
+        raise
+    engine = caller.start(False, on_loading=say)
+    try:
+        info = engine.info
+        for line in info.decided(*_PRECISION):
+            say(line)
+        say(f"{info.model}: loaded in {info.load_s:.1f} s")
+        caller.check([params], info)
+        streams = sys.stdout.isatty() and params.num_samples == 1
+        request = caller.request(read, params, streams=streams)
         start = time.monotonic()
-        output = _generate(llm, text, system, chat, params, use_tqdm=not quiet and sys.stderr.isatty())
+        output = _run(engine, request, use_tqdm=not (quiet or streams) and sys.stderr.isatty())
         seconds = time.monotonic() - start
+    finally:
+        engine.shutdown()
     if output.error is not None:
         raise EngineError(f"{output.error.code}: {output.error.message}")
     for sample in output.outputs:
-        typer.echo(sample.text)
+        if not streams:
+            typer.echo(sample.text)
         for position in sample.logprobs or ():
             typer.echo(_shown(position or {}), err=True)
-    if not quiet:
-        _summarise(output, seconds)
+    say(_summary(output, seconds))
 
 
 def _beams(width: int | None, n: int | None, temperature: float | None) -> dict[str, Any]:
@@ -136,16 +163,51 @@ def _grammar(
     return found
 
 
-def _params(llm: "LLM", given: dict[str, Any]) -> "SamplingParams":
+def _params(caller: "Caller", given: dict[str, Any]) -> "SamplingParams":
     """The model's own parameters with what was given in their place."""
     from batchgen.sampling_defaults import OF_DRAWING
-    from batchgen.sampling_params import SamplingParams
+    from batchgen.sampling_params import RequestOutputKind, SamplingParams
 
-    defaults = llm.get_default_sampling_params().to_mapping()
+    defaults = caller.default_params.to_mapping()
     if given.get("use_beam_search"):
         for name in OF_DRAWING:
             del defaults[name]
-    return SamplingParams.from_mapping({**defaults, **given}, "--set sampling")
+    params = SamplingParams.from_mapping({**defaults, **given}, "--set sampling")
+    return replace(params, output_kind=RequestOutputKind.CUMULATIVE)
+
+
+def _read(caller: "Caller", text: str, system: str | None, chat: bool | None) -> "Read":
+    """The prompt, through the chat template or as it is."""
+    from batchgen.api.prompt_forms import read_prompt
+
+    if chat is None:
+        chat = system is not None or caller.tokenizer.has_chat_template
+    if not chat:
+        if system is not None:
+            raise ConfigError("--system needs the chat template; leave --no-chat out")
+        return read_prompt(text)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return caller.render([*messages, {"role": "user", "content": text}])[0]
+
+
+def _run(client: "EngineClient", request: "EngineRequest", *, use_tqdm: bool) -> "RequestOutput":
+    """Run a request; one that streams is shown on standard output as it comes, up to the end of its line."""
+    from batchgen.api.progress_bar import progress_bar
+
+    client.add(request)
+    num_shown = 0
+    with progress_bar(1, use_tqdm) as bar:
+        while True:
+            bar.see(client.stats())
+            for output in client.poll(_POLL_S):
+                if request.streams:
+                    text = output.outputs[0].text if output.outputs else ""
+                    has_ended = output.finished and (output.error is None or num_shown > 0)
+                    typer.echo(text[num_shown:], nl=has_ended)
+                    num_shown = len(text)
+                if output.finished:
+                    bar.add(output)
+                    return output
 
 
 def _shown(position: "PositionLogprobs") -> str:
@@ -153,27 +215,12 @@ def _shown(position: "PositionLogprobs") -> str:
     return "  ".join(f"{entry.decoded_token!r} {entry.logprob:.3f}" for entry in position.values())
 
 
-def _generate(
-    llm: "LLM", text: str, system: str | None, chat: bool | None, params: "SamplingParams", use_tqdm: bool
-) -> "RequestOutput":
-    if chat is None:
-        chat = system is not None or llm.get_tokenizer().has_chat_template
-    if not chat:
-        if system is not None:
-            raise ConfigError("--system needs the chat template; leave --no-chat out")
-        return llm.generate(text, params, use_tqdm)[0]
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": text})
-    return llm.chat(messages, params, use_tqdm)[0]
-
-
-def _summarise(output: "RequestOutput", seconds: float) -> None:
+def _summary(output: "RequestOutput", seconds: float) -> str:
     generated = sum(len(sample.token_ids) for sample in output.outputs)
     reasons = ", ".join(sample.finish_reason or "?" for sample in output.outputs)
     is_cut = any(sample.valid is False for sample in output.outputs)
     note = "; not valid, because cut short" if is_cut else ""
-    typer.echo(
-        f"{len(output.prompt_token_ids)} prompt tokens, {generated} generated in {seconds:.1f} s "
-        f"({generated / max(seconds, 1e-9):.1f} tokens/s); ended by {reasons}{note}",
-        err=True,
+    return (
+        f"{counted(len(output.prompt_token_ids), 'prompt token')}, {generated:,} generated in "
+        f"{seconds:.1f} s ({generated / max(seconds, 1e-9):.1f} tokens/s); ended by {reasons}{note}"
     )

@@ -209,6 +209,10 @@ class EngineInfo:
     pid: int = 0
     no_thinking: str | None = None
 
+    def decided(self, *names: str) -> list[str]:
+        """The decisions on settings of these names."""
+        return [line for line in self.decisions if line.partition("=")[0] in names]
+
 
 # Block states in `EngineStats.block_map`, one byte a block.
 BLOCK_FREE, BLOCK_CACHED, BLOCK_USED, BLOCK_SHARED = 0, 1, 2, 3

@@ -41,7 +41,7 @@ def decide_quantization(
     if asked == "auto":
         chosen, reason = (None, obstacle) if obstacle else _by_speed(config, shape)
         decisions.made.append(Decision("quantization", chosen, reason))
-        log.info("quantization: auto is %s: %s", chosen or "none", reason)
+        log.info("%s", decisions.made[-1])
     elif obstacle:
         raise ConfigError(f"quantization: {obstacle}; leave quantization out, or dtype and device")
     else:

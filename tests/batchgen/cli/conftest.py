@@ -1,7 +1,11 @@
 """Running commands: in this process for speed, and small jobs on the echo engine for them to run."""
 
 import json
+import os
+import pty
+import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,3 +60,36 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
         return job
 
     return make
+
+
+@pytest.fixture
+def on_a_terminal() -> Callable[..., str]:
+    """on_a_terminal(["run", "job.yaml"], "xterm", size=(24, 100)): what the command prints there."""
+
+    def call(arguments: list[str], term: str, size: tuple[int, int] = (24, 100)) -> str:
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, size)
+        environment = os.environ | {"TERM": term, "NO_COLOR": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "batchgen.cli", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            close_fds=True,
+        )
+        os.close(theirs)
+        printed = b""
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not piece:
+                break
+            printed += piece
+        os.close(ours)
+        assert process.wait() == 0, printed
+        return printed.decode().replace("\r\n", "\n")
+
+    return call

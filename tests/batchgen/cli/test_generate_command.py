@@ -1,5 +1,15 @@
+"""`batchgen generate`: what stands on standard output and when, and what is refused."""
+
 import io
 import sys
+
+import pytest
+
+from batchgen.cli.generate import _run
+from batchgen.engine.messages import EngineRequest, EngineStats
+from batchgen.outputs import CompletionOutput, FailureCode, RequestOutput, RowFailure
+from batchgen.sampling_params import SamplingParams
+from batchgen.tiny_models import tiny_model, write_folder
 
 
 def test_the_text_is_all_that_stands_on_standard_output(invoke) -> None:
@@ -108,3 +118,83 @@ def test_a_grammar_from_the_command_line(invoke, tmp_path) -> None:
     ]:
         wrong = invoke("generate", "-m", "echo:", "-p", "x", *flags)
         assert (wrong.code, words in wrong.err) == (2, True), wrong.err
+
+
+class Growing:
+    """A client whose one text grows by a word a poll; keeps what standard output showed before each."""
+
+    def __init__(
+        self, texts: list[str], capsys: pytest.CaptureFixture[str], failure: RowFailure | None = None
+    ):
+        self.texts, self.failure, self.capsys = texts, failure, capsys
+        self.seen: list[str] = []
+
+    def add(self, request: EngineRequest) -> None:
+        pass
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def poll(self, timeout_s: float) -> list[RequestOutput]:
+        self.seen.append(self.capsys.readouterr().out)
+        text = self.texts.pop(0)
+        error = None if self.texts else self.failure
+        sample = CompletionOutput(0, text, [])
+        return [RequestOutput("0", None, [1], [sample], finished=not self.texts, error=error)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "failure", "shown"),
+    [
+        (["one", "one two", "one two three"], None, ["", "one", " two", " three\n"]),
+        (["one", "one"], RowFailure(FailureCode.KV_CAPACITY, "x"), ["", "one", "\n"]),
+        ([""], RowFailure(FailureCode.PROMPT_TOO_LONG, "x"), ["", ""]),
+    ],
+)
+def test_a_streamed_text_is_shown_as_it_comes(capsys, texts, failure, shown) -> None:
+    client = Growing(texts, capsys, failure)
+    request = EngineRequest(request_id="0", prompt_token_ids=b"", params=SamplingParams(), streams=True)
+    assert _run(client, request, use_tqdm=False).error == failure
+    assert [*client.seen, capsys.readouterr().out] == shown
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tiny_model(), tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_terminal_gets_the_text_of_a_pipe(invoke, on_a_terminal, folder) -> None:
+    arguments = [
+        "generate", "-m", str(folder), "-p", "hello", "--no-chat", "--max-tokens", "40", "--temperature", "0",
+    ]  # fmt: skip
+    piped = invoke(*arguments)
+    assert piped.code == 0, piped.err
+    said = piped.err.splitlines()
+    assert said[:2] == [
+        f"loading {folder}",
+        "dtype=float32 (the float type that has kernels of its own on a CPU)",
+    ]
+    assert "kv_cache_dtype=float32 (as the activations)" in said
+    assert on_a_terminal([*arguments, "--quiet"], "xterm") == piped.out
+
+
+def test_what_auto_chose_is_said_in_the_words_of_a_job(invoke, folder) -> None:
+    asked = ("--set", "quantization=int8", "--set", "kernel_backend=reference")
+    done = invoke("generate", "-m", folder, "-p", "hello", "--no-chat", "--max-tokens", 1, *asked)
+    assert f"loading {folder}, rounding its weights to int8\n" in done.err
+    assert "\nquantization=int8 (as set)\n" in done.err
+    assert "\nkv_cache_dtype=int8 (its loss is small beside that of int8 weights)\n" in done.err
+
+
+def test_what_is_wrong_is_found_before_a_model_loads(invoke, folder, monkeypatch) -> None:
+    def no_start(*_: object, **__: object) -> None:
+        raise AssertionError("the engine was started")
+
+    monkeypatch.setattr("batchgen.api.caller.start_engine", no_start)
+    for flags in (
+        ["--top-p", 3],
+        ["--system", "s", "--no-chat"],
+        ["--set", "quantization=int8", "--set", "dtype=float16"],
+    ):
+        done = invoke("generate", "-m", folder, "-p", "x", *flags)
+        assert (done.code, done.out) == (2, ""), done.err

@@ -1,10 +1,7 @@
 import json
-import os
-import pty
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -133,43 +130,20 @@ def test_a_log_file_gets_few_plain_lines(make_job, tmp_path) -> None:  # BS-25
     assert text.count(b"\n") < 30
 
 
-def _on_a_terminal(arguments: list[str], term: str, size: tuple[int, int] = (24, 100)) -> str:
-    """What a command prints on a pseudo-terminal."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, size)
-    environment = os.environ | {"TERM": term, "NO_COLOR": "1"}
-    process = subprocess.Popen(
-        [*COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True
-    )
-    os.close(theirs)
-    printed = b""
-    while True:
-        try:
-            piece = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not piece:
-            break
-        printed += piece
-    os.close(ours)
-    assert process.wait() == 0, printed
-    return printed.decode().replace("\r\n", "\n")
-
-
-def test_a_terminal_gets_a_bar_and_a_dumb_one_lines(make_job) -> None:  # BS-25
+def test_a_terminal_gets_a_bar_and_a_dumb_one_lines(make_job, on_a_terminal) -> None:  # BS-25
     job = make_job(model="echo:?delay_ms=2&batch=4", rows=60)
-    drawn = _on_a_terminal(["run", str(job)], "xterm")
+    drawn = on_a_terminal(["run", str(job)], "xterm")
     assert "/60 rows" in drawn
     assert "\r" in drawn
     assert "\x1b[3" not in drawn  # no colours
-    plain = _on_a_terminal(["run", str(job), "--restart"], "dumb")
+    plain = on_a_terminal(["run", str(job), "--restart"], "dumb")
     assert "\r" not in plain
     assert "\x1b" not in plain
     assert "60 of 60 rows done" in plain
 
 
-def test_a_terminal_without_a_size_gets_lines(make_job) -> None:
-    plain = _on_a_terminal(["run", str(make_job())], "xterm", size=(0, 0))
+def test_a_terminal_without_a_size_gets_lines(make_job, on_a_terminal) -> None:
+    plain = on_a_terminal(["run", str(make_job())], "xterm", size=(0, 0))
     assert "\r" not in plain
     assert "starting the engine\n" in plain
 
