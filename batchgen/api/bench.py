@@ -1,6 +1,9 @@
 """bench: how fast the user's own model runs on this machine, what bounds it, and where the time goes."""
 
+import logging
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import pack_ids
 from batchgen.errors import ConfigError, InputError
 from batchgen.outputs import RequestOutput
+
+log = logging.getLogger(__name__)
 
 # Rows of a job that are measured if nobody says how many.
 _JOB_ROWS = 64
@@ -31,6 +36,7 @@ def bench(
     limit: int | None = None,
     overrides: list[str] | None = None,
     use_tqdm: bool = True,
+    on_phase: Callable[[str], None] | None = None,
     in_process: bool = False,
     **engine_args: Any,
 ) -> BenchReport:
@@ -46,6 +52,8 @@ def bench(
         limit: only the first so many rows or requests.
         overrides: "section.key=value" strings for the job.
         use_tqdm: show a progress bar on stderr.
+        on_phase: called with what is about to be done: loading, warming up, measuring, running. Without it
+            this goes to the log.
         in_process: run the engine in this process instead of in a child.
         **engine_args: the engine arguments of `batchgen.config`, in place of the job's.
 
@@ -58,24 +66,34 @@ def bench(
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be 1 or more; got {limit!r}")
     workload = None if requests is None else from_file(Path(requests), limit)
+    placing: AbstractContextManager[None] = nullcontext()
     if job is not None:
-        workload, job_model, job_args = of_job(Path(job), overrides or (), limit or _JOB_ROWS)
-        model, engine_args = model or job_model, {**job_args, **engine_args}
+        found = of_job(Path(job), overrides or (), limit or _JOB_ROWS)
+        workload, placing = found.workload, found.placing_errors("engine")
+        model, engine_args = model or found.model, {**found.engine_args, **engine_args}
     elif overrides:
         raise ConfigError("overrides are those of a job; give one")
     if model is None:
         raise ConfigError("name a model, or a job that names one")
     caller = Caller("bench", model, engine_args, begins=not in_process)
-    engine = caller.start(in_process)
+    with placing:
+        engine = caller.start(in_process, on_loading=on_phase)
     try:
         workload = workload or (made_up or MadeUp()).make(engine.info.vocab_size)
-        return _measure(caller, engine, workload, use_tqdm)
+        return _measure(caller, engine, workload, use_tqdm, on_phase or log.info)
     finally:
         engine.shutdown()
 
 
-def _measure(caller: Caller, engine: EngineClient, workload: Workload, use_tqdm: bool) -> BenchReport:
+def _measure(
+    caller: Caller,
+    engine: EngineClient,
+    workload: Workload,
+    use_tqdm: bool,
+    say: Callable[[str], None],
+) -> BenchReport:
     caller.check(workload.params, engine.info)
+    say("warming up")
     runner = BatchRunner(engine, StatsLog(is_disabled=True))
     warm = [caller.request(prompt, exact(4)) for prompt in _WARM_UP]
     with progress_bar(0, False) as bar:
@@ -86,12 +104,15 @@ def _measure(caller: Caller, engine: EngineClient, workload: Workload, use_tqdm:
         caller.request(Read(None, pack_ids(ids)), params)
         for ids, params in zip(workload.prompts, workload.params, strict=True)
     ]
+    say("measuring what the machine does at most")
+    engine.begin_profile()
+    say(f"running {workload.name}")
     with progress_bar(count, use_tqdm) as bar:
-        engine.begin_profile()
         started = time.perf_counter()
         outputs = runner.run(iter(asked), count, bar)
         seconds = time.perf_counter() - started
-        profile = engine.end_profile()
+    say("measuring the machine again")
+    profile = engine.end_profile()
     done = [output for output in outputs if output.error is None]
     failures = [
         f"request {number}: {output.error.message}"

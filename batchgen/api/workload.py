@@ -2,12 +2,14 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchgen.errors import ConfigError, InputError
+from batchgen.quantities import counted
 from batchgen.sampling_params import SamplingParams
 
 # Ids below are control tokens in most vocabularies.
@@ -73,10 +75,10 @@ class MadeUp:
 
         shared = ids(self.shared_tokens)
         prompts = [shared + ids(self.prompt_tokens - len(shared)) for _ in range(self.num_prompts)]
-        name = f"{self.num_prompts} made-up prompts of {self.prompt_tokens} tokens"
+        name = f"{counted(self.num_prompts, 'made-up prompt')} of {counted(self.prompt_tokens, 'token')}"
         if shared:
             name += f", {len(shared)} of them the same for all"
-        name += f", {self.new_tokens} tokens each"
+        name += f", {counted(self.new_tokens, 'token')} each"
         return Workload(name, prompts, [exact(self.new_tokens)] * self.num_prompts)
 
 
@@ -106,7 +108,7 @@ def from_file(path: Path, limit: int | None) -> Workload:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     if not prompts:
         raise InputError(f"{path}: no requests in it")
-    return Workload(f"{len(prompts)} requests of {path.name}", prompts, params)
+    return Workload(f"{counted(len(prompts), 'request')} of {path.name}", prompts, params)
 
 
 def _request(line: str, where: str) -> tuple[list[int], int]:
@@ -125,8 +127,17 @@ def _request(line: str, where: str) -> tuple[list[int], int]:
     return ids, new_tokens
 
 
-def of_job(job: Path, overrides: Sequence[str], limit: int) -> tuple[Workload, str, dict[str, Any]]:
-    """The first rows of a job that have a prompt; the job's model and engine settings.
+class OfJob(NamedTuple):
+    """What is measured of a job: the workload, its model and engine settings, and where these are written."""
+
+    workload: Workload
+    model: str
+    engine_args: dict[str, Any]
+    placing_errors: Callable[[str], AbstractContextManager[None]]
+
+
+def of_job(job: Path, overrides: Sequence[str], limit: int) -> OfJob:
+    """The first rows of a job that have a prompt.
 
     Raises:
         ConfigError, InputError: the job is wrong, or has no such row.
@@ -137,8 +148,9 @@ def of_job(job: Path, overrides: Sequence[str], limit: int) -> tuple[Workload, s
     spec = load_spec(job, overrides=overrides)
     config, params, prompts = first_prompts(spec, limit)
     if not prompts:
-        raise InputError(f"{job}: none of the first {limit} rows has a prompt")
+        raise InputError(f"{job}: no prompt in the first {counted(limit, 'row')}")
     engine_args = config.to_engine_args()
     model = engine_args.pop("model")
-    workload = Workload(f"the first {len(prompts)} rows of {job.name}", prompts, [params] * len(prompts))
-    return workload, model, engine_args
+    name = f"the first {counted(len(prompts), 'row')} of {job.name}"
+    workload = Workload(name, prompts, [params] * len(prompts))
+    return OfJob(workload, model, engine_args, spec.placing_errors)

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -45,10 +45,15 @@ def bench(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Engine setting, as in --set quantization=int8."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Engine setting, as in --set quantization=int8; with a job any key of it, as in "
+            "--set sampling.max_tokens=16.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All numbers as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the report.")] = False,
 ) -> None:
     """Measure a model on this machine.
 
@@ -71,14 +76,23 @@ def _measured(
     *,
     quiet: bool,
 ) -> "BenchReport":
-    engine_args, sampling = parse_settings(settings)
-    if sampling:
-        raise ConfigError(
-            f"--set sampling.{next(iter(sampling))}: a job says how it samples; all else is greedy"
-        )
+    overrides: list[str] = []
+    engine_args: dict[str, Any] = {}
+    if job is not None:
+        overrides = [each if "." in each.partition("=")[0] else f"engine.{each}" for each in settings]
+    else:
+        engine_args, sampling = parse_settings(settings)
+        if sampling:
+            raise ConfigError(
+                f"--set sampling.{next(iter(sampling))}: a job says how it samples; all else is greedy"
+            )
 
     from batchgen.api.bench import bench as run_bench
     from batchgen.api.workload import MadeUp
+
+    def say(line: str) -> None:
+        if not quiet:
+            typer.echo(line, err=True)
 
     given = {name: value for name, value in made.items() if value is not None}
     return run_bench(
@@ -87,6 +101,8 @@ def _measured(
         requests=requests,
         made_up=MadeUp(**given) if given else None,
         limit=limit,
+        overrides=overrides,
         use_tqdm=not quiet and sys.stderr.isatty(),
+        on_phase=say,
         **engine_args,
     )

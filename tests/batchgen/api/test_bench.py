@@ -42,6 +42,8 @@ def check(report: BenchReport) -> None:
         assert set(profile.bound_s) == {"matrix_products", "attention"}
         assert report.bound_share is not None and report.bound_share > 0
         assert "in all" in str(report) and "GFLOP/s" in str(report)
+    table = str(report).partition("part  ")[2].partition("in all")[0].splitlines()[1:]
+    assert {line.split()[0] for line in table} == set(report.to_mapping()["parts_s"])
 
 
 def test_a_made_up_workload_is_counted_to_the_token(run: Callable[..., BenchReport]) -> None:
@@ -53,6 +55,18 @@ def test_a_made_up_workload_is_counted_to_the_token(run: Callable[..., BenchRepo
     assert report.profile.num_rows == 30
     assert report.profile.num_tokens == 200 - report.cached_tokens + 5 * 5
     assert report.output_tokens_per_s == pytest.approx(30 / report.seconds)
+
+
+def test_phases_are_told_in_order(run: Callable[..., BenchReport], folder: Path) -> None:
+    told: list[str] = []
+    run(made_up=MadeUp(num_prompts=1, prompt_tokens=1, new_tokens=1), on_phase=told.append)
+    assert told == [
+        f"loading {folder}",
+        "warming up",
+        "measuring what the machine does at most",
+        "running 1 made-up prompt of 1 token, 1 token each",
+        "measuring the machine again",
+    ]
 
 
 def test_requests_of_a_file(run: Callable[..., BenchReport], tmp_path: Path) -> None:
@@ -89,6 +103,8 @@ def test_the_first_rows_of_a_job(folder: Path, tmp_path: Path) -> None:
     check(report)
     assert (report.num_requests, report.output_tokens) == (4, 8)
     assert report.workload == "the first 4 rows of job.yaml"
+    with pytest.raises(ConfigError, match=r"job.yaml:5: engine\.max_model_len=1000 is more than"):
+        bench(job=job, max_model_len=1000, in_process=True, use_tqdm=False)
     assert not (tmp_path / "out").exists()
 
 
@@ -133,28 +149,42 @@ def test_the_bound_by_hand() -> None:
     assert work.bound_s([few, many], ceilings) == {"matrix_products": 13.0, "attention": 11.0}
 
 
+def report_of(profile: EngineProfile, **values: Any) -> BenchReport:
+    given = {"model": "m", "workload": "w", "precision": "p", "num_requests": 3, "num_failed": 0}
+    given |= {"input_tokens": 8, "cached_tokens": 2, "output_tokens": 4, "seconds": 2.0, "profile": profile}
+    return BenchReport(**given | values)
+
+
+@pytest.mark.parametrize(("bound_s", "is_said"), [(1.004, False), (1.03, True)])
+def test_more_than_the_ceiling_is_explained(bound_s: float, is_said: bool) -> None:
+    profile = EngineProfile(
+        seconds={"matrix_products": 1.0, "attention": 0.5, "idle": 0.5}, wall_s=2.0, num_steps=1,
+        num_tokens=10, num_rows=2, ceilings={"float_ops": 1e9, "int8_ops": 1e9, "read_bytes": 1e9},
+        bound_s={"matrix_products": bound_s, "attention": 0.2},
+    )  # fmt: skip
+    text = str(report_of(profile))
+    assert ("103%" in text) is is_said
+    assert ("Above 100 %: the machine ran faster than when it was measured." in text) is is_said
+    assert "1 step)" in text
+
+
 def test_a_report_without_ceilings_says_so() -> None:
     profile = EngineProfile(
         seconds={"forward_pass": 1.5, "scheduling": 0.25, "idle": 0.25}, wall_s=2.0, num_steps=3,
         num_tokens=10, num_rows=2, ceilings={}, bound_s={},
     )  # fmt: skip
-    report = BenchReport(
-        model="m", workload="w", precision="p", num_requests=3, num_failed=1,
-        first_failure="request 2: too long", input_tokens=8, cached_tokens=2, output_tokens=4, seconds=2.0,
-        profile=profile,
-    )  # fmt: skip
+    report = report_of(profile, num_failed=1, first_failure="request 2: too long")
     assert report.bound_s is None and report.bound_share is None
     assert str(report).splitlines() == [
         "m: w",
         "p",
         "2.0 output tokens/s, 4.0 input tokens/s (4 and 8 in 2.00 s, 3 steps)",
         "2 of the input tokens came from the prefix cache",
-        "1 of 3 requests failed and are not counted",
-        "the first: request 2: too long",
+        "1 of 3 requests failed, not counted here; the first: request 2: too long",
         "",
         "part                  seconds  share  at least  reached",
-        "forward pass             1.50  75.0%                    ██████████████████",
-        "Python, scheduling       0.25  12.5%                    ███",
+        "forward_pass             1.50  75.0%                    ██████████████████",
+        "scheduling               0.25  12.5%                    ███",
         "idle                     0.25  12.5%                    ███",
         "in all                   2.00",
         "",
