@@ -83,7 +83,8 @@ class _Arrivals:
         layer.method.mean_inputs[layer.name] = _mean(x.dense() if isinstance(x, Quantized) else x)
         self._loader.load(layer)
         self._num_loaded += 1
-        if time.monotonic() - self._told_at >= _TELL_EVERY_S:
+        is_last = self._num_loaded == self.num_layers
+        if not is_last and time.monotonic() - self._told_at >= _TELL_EVERY_S:
             self._told_at = time.monotonic()
             loading.info("%d of %d weights rounded", self._num_loaded, self.num_layers)
 

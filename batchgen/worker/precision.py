@@ -71,7 +71,7 @@ def warn_of_slow_products(kernels: Kernels, quantization: str | None) -> None:
     if quantization == "int8" and choice.backend == "reference":
         log.warning(
             "quantization: int8 runs on the reference kernels (%s), about ten times slower than float32 "
-            "would; leave quantization out, or let the C kernels run: they need a C compiler", choice.reason,
+            "would; leave quantization out, or let the C kernels run", choice.reason,
         )  # fmt: skip
 
 
