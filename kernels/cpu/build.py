@@ -69,12 +69,15 @@ def library_path(cache_dir: Path | None = None, flags: Sequence[str] | None = No
         flags = machine_flags()
     compiler = find_compiler()
     stem = f"kernels-{build_key(compiler, flags)}"
-    folder = _usable(default_cache_dir() if cache_dir is None else cache_dir)
+    wanted = default_cache_dir() if cache_dir is None else cache_dir
+    folder = _usable(wanted)
     for found in sorted(folder.glob(f"{stem}-*.so")):
         # Loading a file that was cut short, by a full disk or a crash, would kill the process.
         if found.stem == f"{stem}-{_content_hash(found)}":
             return found
         found.unlink(missing_ok=True)
+    how_often = "once" if folder == wanted else "for this process"
+    loading.warning("compiling the C kernels for this machine (%s, about ten seconds)", how_often)
     return _compile(compiler, flags, folder, stem)
 
 
@@ -207,7 +210,6 @@ def _compile(compiler: tuple[str, ...], flags: Sequence[str], folder: Path, stem
 
     Sources are compiled side by side, the largest first: they take seconds each.
     """
-    loading.warning("compiling the C kernels for this machine (once, about ten seconds)")
     sources = sorted(Path(__file__).parent.glob("*.c"), key=lambda source: -source.stat().st_size)
     try:
         with tempfile.TemporaryDirectory(prefix=f"{stem}-", suffix=".tmp", dir=folder) as workshop:
