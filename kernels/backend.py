@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -123,7 +123,17 @@ class KernelBackend(ABC):
         raise NotImplementedError
 
     def quantize(self, x: Tensor, out: Quantized) -> Quantized:
-        """See `Kernels.quantize`. The three that follow belong to it."""
+        """See `Kernels.quantize`. The five that follow belong to it."""
+        raise NotImplementedError
+
+    def rounding_loss(self, weight: Tensor, rounded: Quantized, mean: Tensor) -> Tensor:
+        """See `Kernels.rounding_loss`."""
+        raise NotImplementedError
+
+    def kronecker(
+        self, x: Tensor, scale: Tensor, factors: Sequence[Tensor], dim: int, out: Tensor | None
+    ) -> Tensor:
+        """See `Kernels.kronecker`."""
         raise NotImplementedError
 
     def rms_norm_quantize(self, x: Tensor, weight: Tensor, eps: float, out: Quantized) -> Quantized:

@@ -11,7 +11,7 @@ from torch import Tensor
 from batchgen.errors import DeviceError, KernelError, ShapeError
 from batchgen.kernels.backend import PackedLinear
 from batchgen.kernels.kv import AttentionMeta, LayerKV
-from batchgen.kernels.quantized import GROUP, MAX_WIDTH, Quantized
+from batchgen.kernels.quantized import GROUP, Quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Home:
     device: str
 
 
-def _disagree(op: str, home: Home, **tensors: Tensor) -> KernelError:
+def disagree(op: str, home: Home, **tensors: Tensor) -> KernelError:
     """The error that describes the tensors: DeviceError if they are elsewhere, ShapeError otherwise."""
     parts = ", ".join(
         f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} strides {tensor.stride()} "
@@ -36,7 +36,8 @@ def _disagree(op: str, home: Home, **tensors: Tensor) -> KernelError:
     )
 
 
-def _is_at(device: str, *tensors: Tensor) -> bool:
+def is_at(device: str, *tensors: Tensor) -> bool:
+    """Whether all are on devices of that type."""
     # A loop: a generator costs twice the time.
     for tensor in tensors:  # noqa: SIM110
         if tensor.device.type != device:
@@ -44,7 +45,8 @@ def _is_at(device: str, *tensors: Tensor) -> bool:
     return True
 
 
-def _is_out(out: Tensor | None, home: Home, shape: tuple[int, ...]) -> bool:
+def is_out(out: Tensor | None, home: Home, shape: tuple[int, ...]) -> bool:
+    """Whether it can take a result of that shape; None can."""
     return out is None or (
         out.shape == shape
         and out.dtype is home.dtype
@@ -53,20 +55,9 @@ def _is_out(out: Tensor | None, home: Home, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
+def given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """Those that are there."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def check_weight(home: Home, weight: Tensor, bias: Tensor | None) -> None:
-    """Want weight [N, K] and bias [N], of any floating dtype."""
-    tensors = _given(weight=weight, bias=bias)
-    if (
-        weight.dim() != 2
-        or (bias is not None and bias.shape != weight.shape[:1])
-        or not _is_at(home.device, *tensors.values())
-        or not all(tensor.is_floating_point() for tensor in tensors.values())
-    ):
-        raise _disagree("pack_linear", home, **tensors)
 
 
 def check_linear(home: Home, x: Tensor, packed: PackedLinear, out: Tensor | None) -> None:
@@ -77,30 +68,15 @@ def check_linear(home: Home, x: Tensor, packed: PackedLinear, out: Tensor | None
         or shape[1] != packed.in_features
         or x.stride()[1] != 1
         or x.dtype is not home.dtype
-        or not _is_at(home.device, x)
-        or not _is_out(out, home, (shape[0], packed.out_features))
+        or not is_at(home.device, x)
+        or not is_out(out, home, (shape[0], packed.out_features))
     ):
-        error = _disagree("linear", home, **_given(x=x, out=out))
+        error = disagree("linear", home, **given(x=x, out=out))
         raise type(error)(f"{error}; the weight is [{packed.out_features}, {packed.in_features}]")
 
 
-def check_int8_weight(home: Home, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-    """Want weight int8 [N, K], scale float32 [N], bias [N] of any floating dtype."""
-    tensors = _given(weight=weight, scale=scale, bias=bias)
-    if (
-        weight.dim() != 2
-        or weight.dtype is not torch.int8
-        or scale.dtype is not torch.float32
-        or scale.shape != weight.shape[:1]
-        or (bias is not None and (bias.shape != scale.shape or not bias.is_floating_point()))
-        or not _is_at(home.device, *tensors.values())
-    ):
-        raise _disagree("pack_int8", home, **tensors)
-    if weight.shape[1] > MAX_WIDTH:
-        raise ShapeError(f"pack_int8: sums over more than {MAX_WIDTH} inputs overflow; got {weight.shape[1]}")
-
-
-def _is_quantized(x: Quantized, rows: int, width: int, device: str) -> bool:
+def is_quantized(x: Quantized, rows: int, width: int, device: str) -> bool:
+    """Whether it holds rows of that width as `Quantized` says, dense in a token."""
     shape, stride = x.values.shape, x.values.stride()
     depth = -(-width // GROUP) * GROUP
     return (
@@ -115,37 +91,37 @@ def _is_quantized(x: Quantized, rows: int, width: int, device: str) -> bool:
         and x.scale.shape == shape[:1]
         and x.scale.dtype is torch.float32
         and x.scale.is_contiguous()
-        and _is_at(device, x.values, x.scale)
+        and is_at(device, x.values, x.scale)
     )
 
 
 def check_linear_int8(home: Home, x: Quantized, packed: PackedLinear, out: Tensor | None) -> None:
     """Want x [T, K], planes and values dense in a token; out [T, N] contiguous."""
     rows = x.values.shape[0]
-    if not _is_quantized(x, rows, packed.in_features, home.device) or not _is_out(
+    if not is_quantized(x, rows, packed.in_features, home.device) or not is_out(
         out, home, (rows, packed.out_features)
     ):
-        error = _disagree("linear", home, **_given(values=x.values, scale=x.scale, out=out))
+        error = disagree("linear", home, **given(values=x.values, scale=x.scale, out=out))
         raise type(error)(f"{error}; the weight is [{packed.out_features}, {packed.in_features}]")
 
 
 def check_quantized_out(op: str, home: Home, rows: int, width: int, out: Quantized) -> None:
     """Want room for [T, K], planes and values dense in a token."""
-    if not _is_quantized(out, rows, width, home.device):
-        raise _disagree(op, home, values=out.values, scale=out.scale)
+    if not is_quantized(out, rows, width, home.device):
+        raise disagree(op, home, values=out.values, scale=out.scale)
 
 
 def check_quantized_like(op: str, home: Home, x: Tensor, out: Quantized) -> None:
     """Want x [T, K], and room for it."""
     if x.dim() != 2:
-        raise _disagree(op, home, x=x, values=out.values)
+        raise disagree(op, home, x=x, values=out.values)
     check_quantized_out(op, home, x.shape[0], x.shape[1], out)
 
 
 def check_quantize(home: Home, x: Tensor, out: Quantized) -> None:
     """Want x [T, K] with dense rows, and room for it."""
-    if x.stride()[-1] != 1 or x.dtype is not home.dtype or not _is_at(home.device, x):
-        raise _disagree("quantize", home, x=x, values=out.values)
+    if x.stride()[-1] != 1 or x.dtype is not home.dtype or not is_at(home.device, x):
+        raise disagree("quantize", home, x=x, values=out.values)
     check_quantized_like("quantize", home, x, out)
 
 
@@ -159,11 +135,11 @@ def check_gather_rows(home: Home, source: Tensor | PackedLinear, ids: Tensor, ou
         ids.dim() != 1
         or ids.dtype is not torch.int64
         or not ids.is_contiguous()
-        or not _is_at(home.device, ids)
-        or not _is_out(out, home, (ids.shape[0], width))
-        or (table is not None and (table.dim() != 2 or not _is_out(table, home, table.shape)))
+        or not is_at(home.device, ids)
+        or not is_out(out, home, (ids.shape[0], width))
+        or (table is not None and (table.dim() != 2 or not is_out(table, home, table.shape)))
     ):
-        raise _disagree("gather_rows", home, **_given(source=table, ids=ids, out=out))
+        raise disagree("gather_rows", home, **given(source=table, ids=ids, out=out))
 
 
 def check_rows(op: str, home: Home, x: Tensor, weight: Tensor, out: Tensor | None) -> None:
@@ -176,16 +152,16 @@ def check_rows(op: str, home: Home, x: Tensor, weight: Tensor, out: Tensor | Non
         or x.dtype is not home.dtype
         or weight.dtype is not home.dtype
         or not weight.is_contiguous()
-        or not _is_at(home.device, x, weight)
-        or not _is_out(out, home, shape)
+        or not is_at(home.device, x, weight)
+        or not is_out(out, home, shape)
     ):
-        raise _disagree(op, home, **_given(x=x, weight=weight, out=out))
+        raise disagree(op, home, **given(x=x, weight=weight, out=out))
 
 
 def check_residual(home: Home, x: Tensor, residual: Tensor) -> None:
     """Want residual [T, E] contiguous, like x [T, E]."""
-    if x.dim() != 2 or not _is_out(residual, home, x.shape):
-        raise _disagree("add_rms_norm", home, x=x, residual=residual)
+    if x.dim() != 2 or not is_out(residual, home, x.shape):
+        raise disagree("add_rms_norm", home, x=x, residual=residual)
 
 
 def _is_heads(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -210,9 +186,9 @@ def check_rotary(home: Home, query: Tensor, key: Tensor, positions: Tensor, cos_
         or table[1] % 2
         or cos_sin.dtype is not (torch.float64 if home.dtype is torch.float64 else torch.float32)
         or not cos_sin.is_contiguous()
-        or not _is_at(home.device, query, key, positions, cos_sin)
+        or not is_at(home.device, query, key, positions, cos_sin)
     ):
-        raise _disagree("rotary", home, query=query, key=key, positions=positions, cos_sin=cos_sin)
+        raise disagree("rotary", home, query=query, key=key, positions=positions, cos_sin=cos_sin)
 
 
 def check_silu_mul(home: Home, gate_up: Tensor, out: Tensor | None) -> None:
@@ -223,10 +199,10 @@ def check_silu_mul(home: Home, gate_up: Tensor, out: Tensor | None) -> None:
         or shape[1] % 2
         or gate_up.stride()[1] != 1
         or gate_up.dtype is not home.dtype
-        or not _is_at(home.device, gate_up)
-        or not _is_out(out, home, (shape[0], shape[1] // 2))
+        or not is_at(home.device, gate_up)
+        or not is_out(out, home, (shape[0], shape[1] // 2))
     ):
-        raise _disagree("silu_mul", home, **_given(gate_up=gate_up, out=out))
+        raise disagree("silu_mul", home, **given(gate_up=gate_up, out=out))
 
 
 def check_store_kv(home: Home, key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
@@ -243,9 +219,9 @@ def check_store_kv(home: Home, key: Tensor, value: Tensor, kv: LayerKV, slot_map
         or slot_mapping.shape != shape[:1]
         or slot_mapping.dtype is not torch.int32
         or not slot_mapping.is_contiguous()
-        or not _is_at(home.device, key, value, data, slot_mapping)
+        or not is_at(home.device, key, value, data, slot_mapping)
     ):
-        raise _disagree("store_kv", home, key=key, value=value, slot_mapping=slot_mapping, kv=data)
+        raise disagree("store_kv", home, key=key, value=value, slot_mapping=slot_mapping, kv=data)
 
 
 def check_attention(
@@ -264,10 +240,10 @@ def check_attention(
         or shape[2] != spec.head_dim
         or shape[1] % spec.num_kv_heads
         or query.dtype is not home.dtype
-        or not _is_at(home.device, query, data, meta.seq_lens)
-        or not _is_out(out, home, shape)
+        or not is_at(home.device, query, data, meta.seq_lens)
+        or not is_out(out, home, shape)
     ):
-        raise _disagree("attention", home, **_given(query=query, kv=data, seq_lens=meta.seq_lens, out=out))
+        raise disagree("attention", home, **given(query=query, kv=data, seq_lens=meta.seq_lens, out=out))
     room = meta.block_tables.shape[1] * spec.block_size
     if meta.max_seq_len > room:
         raise ShapeError(f"attention: max_seq_len {meta.max_seq_len} exceeds the {room} tokens of the tables")
@@ -285,5 +261,5 @@ def check_logits(op: str, logits: Tensor, device: str) -> None:
             f"{op}: logits must be [R, V] float32 with dense rows; got {list(shape)} {logits.dtype} "
             f"strides {logits.stride()}"
         )
-    if not _is_at(device, logits):
+    if not is_at(device, logits):
         raise DeviceError(f"{op}: logits must be on {device}; got {logits.device}")

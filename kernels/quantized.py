@@ -60,4 +60,5 @@ class Quantized:
 
     def dense(self) -> Tensor:
         """The activations: float32 [T, K]."""
-        return self.integers().to(torch.float32) * self.scale[:, None]
+        values = self.values[:, 0, : self.width] if self.bits == 8 else self.integers()
+        return values * self.scale[:, None]

@@ -1,11 +1,12 @@
 """RowOps: the operations of `Kernels` that work on rows of activations, given as floats or as integers."""
 
+from collections.abc import Sequence
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from batchgen.kernels import checks
+from batchgen.kernels import checks, weight_checks
 from batchgen.kernels.backend import KernelBackend, PackedLinear
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.sampling import check_columns
@@ -40,7 +41,7 @@ class RowOps:
         Shapes: weight [N, K]; bias [N] or None; of any floating dtype.
         In place: the weight may be kept without a copy, so the caller must neither change nor keep it.
         """
-        checks.check_weight(self.home, weight, bias)
+        weight_checks.check_weight(self.home, weight, bias)
         return self._pack_linear(weight, bias)
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> PackedLinear:
@@ -50,7 +51,7 @@ class RowOps:
             means weight[n, k] * scale[n]; bias [N] or None, of any floating dtype.
         In place: the weight may be kept without a copy, so the caller must neither change nor keep it.
         """
-        checks.check_int8_weight(self.home, weight, scale, bias)
+        weight_checks.check_int8_weight(self.home, weight, scale, bias)
         return self._pack_int8(weight, scale, bias)
 
     def linear(self, x: Activation, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
@@ -113,6 +114,30 @@ class RowOps:
         """
         checks.check_quantize(self.home, x, out)
         return self._quantizer.quantize(x, out)
+
+    def rounding_loss(self, weight: Tensor, rounded: Quantized, mean: Tensor) -> Tensor:
+        """What rounding a weight takes from its product with the mean of its inputs.
+
+        Shapes: weight float32 [N, K], contiguous; rounded: its rows as `quantize` gives them in 8 bits; mean
+            float32 [K], contiguous.
+
+        Returns: (weight - rounded) · mean, [N] float32; each row's sum has one order.
+        """
+        weight_checks.check_rounding_loss(self.home, weight, rounded, mean)
+        return self._quantizer.rounding_loss(weight, rounded, mean)
+
+    def kronecker(
+        self, x: Tensor, scale: Tensor, factors: Sequence[Tensor], dim: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Multiply vectors by a Kronecker product of small matrices: (x * scale) · (F1 ⊗ F2 ⊗ …).
+
+        Shapes: x float32, contiguous: [T, E] for dim 1, or [E, T], a vector in each column, for dim 0; scale
+            float32 [E], contiguous; factors float32 [n, n], whose sizes multiply to E.
+
+        Returns: like x.
+        """
+        weight_checks.check_kronecker(self.home, x, scale, factors, dim, out)
+        return self._quantizer.kronecker(x, scale, factors, dim, out)
 
     @overload
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Quantized) -> Quantized: ...

@@ -20,20 +20,19 @@ from batchgen.quantization.float_tensors import check_float_tensor, float_layout
 # A gated product has outliers that no rotation of the residual stream reaches.
 _INPUT_BITS = {"down_proj": 16}
 _DEFAULT_INPUT_BITS = 8
-# Rows rounded at a time, so that a large table is never in memory twice as floats.
-_SLAB_ROWS = 4096
+# Values rounded at a time: of those that must become float32 first, few are in memory twice.
+_SLAB_VALUES = 1 << 22
 
 
 @dataclass(slots=True)
 class IntegerWeights:
-    """values int8 [N, K], scale, bias and lost [N] while loading; `packed` from then on.
+    """rounded [N, K], bias and lost [N] while loading; `packed` from then on.
 
-    lost: what the mean input's product lacks, float64.
+    lost: what the mean input's product lacks.
     """
 
     input_bits: int
-    values: Tensor | None = None
-    scale: Tensor | None = None
+    rounded: Quantized | None = None
     bias: Tensor | None = None
     lost: Tensor | None = None
     packed: PackedLinear | None = None
@@ -70,31 +69,29 @@ class Int8(LinearMethod):
                 weights.bias = torch.empty(shape.out_features, dtype=torch.float32, device=self.device)
             weights.bias[rows].copy_(tensor)
             return
-        if weights.values is None or weights.scale is None:
-            size = (shape.out_features, shape.in_features)
-            weights.values = torch.empty(size, dtype=torch.int8, device=self.device)
-            weights.scale = torch.empty(shape.out_features, dtype=torch.float32, device=self.device)
+        if weights.rounded is None:
+            weights.rounded = Quantized.empty(shape.out_features, shape.in_features, 8, self.device)
         mean = self.mean_inputs.get(shape.name)
         if mean is not None and weights.lost is None:
-            weights.lost = torch.empty(shape.out_features, dtype=torch.float64, device=self.device)
-        for begin in range(0, tensor.shape[0], _SLAB_ROWS):
-            slab = tensor[begin : begin + _SLAB_ROWS].to(dtype=torch.float32, device=self.device)
-            # A row of weights is rounded as a token's activations are.
-            rounded = self._quantize(slab.contiguous(), 8)
+            weights.lost = torch.empty(shape.out_features, dtype=torch.float32, device=self.device)
+        slab_rows = max(1, _SLAB_VALUES // shape.in_features)
+        for begin in range(0, tensor.shape[0], slab_rows):
+            slab = tensor[begin : begin + slab_rows].to(dtype=torch.float32, device=self.device).contiguous()
             at = slice(rows.start + begin, rows.start + begin + len(slab))
-            weights.values[at].copy_(rounded.values[:, 0, : shape.in_features])
-            weights.scale[at].copy_(rounded.scale)
+            # A row of weights is rounded as a token's activations are.
+            rounded = self.kernels.quantize(slab, weights.rounded[at])
             if mean is not None and weights.lost is not None:
-                weights.lost[at] = torch.mul(slab - rounded.dense(), mean.to(self.device)).sum(dim=1)
+                weights.lost[at] = self.kernels.rounding_loss(slab, rounded, mean.to(slab))
 
     @override
     def process(self, weights: IntegerWeights, shape: LinearShape) -> None:
-        assert weights.values is not None and weights.scale is not None
-        values, scale, bias, lost = weights.values, weights.scale, weights.bias, weights.lost
-        weights.values = weights.scale = weights.bias = weights.lost = None
+        assert weights.rounded is not None
+        rounded, bias, lost = weights.rounded, weights.bias, weights.lost
+        weights.rounded = weights.bias = weights.lost = None
         if lost is not None:
-            bias = (lost if bias is None else bias + lost).to(torch.float32)
-        weights.packed = self.kernels.pack_int8(values, scale, bias)
+            bias = lost if bias is None else bias + lost
+        values = rounded.values[:, 0, : shape.in_features]
+        weights.packed = self.kernels.pack_int8(values.contiguous(), rounded.scale, bias)
 
     @override
     def apply(self, weights: IntegerWeights, x: Activation, out: Tensor | None = None) -> Tensor:

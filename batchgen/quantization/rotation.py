@@ -11,9 +11,12 @@ import math
 import torch
 from torch import Tensor
 
+from batchgen.kernels.ops import Kernels
+
 # Largest Hadamard matrix of a power of two that is multiplied as one; larger ones are products of several.
 _LARGEST_POWER = 64
-_SLAB_VALUES = 1 << 17
+# Values of a table turned at a time: what is made of them on the way is small beside the table.
+_SLAB_VALUES = 1 << 22
 
 
 class Rotation:
@@ -25,11 +28,12 @@ class Rotation:
 
     Args:
         size: E.
+        kernels: multiply by it.
         seed: of the signs, which keep a constant direction from going into one dimension.
     """
 
-    def __init__(self, size: int, seed: int = 0):
-        self.size = size
+    def __init__(self, size: int, kernels: Kernels, seed: int = 0):
+        self.size, self._kernels = size, kernels
         self._factors = _factors(size)
         generator = torch.Generator().manual_seed(seed)
         self._signs = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1.0
@@ -41,25 +45,20 @@ class Rotation:
             weight: of any floating dtype.
             scale: [E], multiplied to the weight's last dimension first.
         """
-        signs = self._signs.to(weight.device)
-        if scale is not None:
-            signs = signs * scale.to(signs)
-        factors = [factor.to(weight.device) for factor in reversed(self._factors)]
+        signs = self._signs if scale is None else self._signs * scale.to(self._signs)
         rows = weight.reshape(-1, self.size)
-        turned = torch.empty(rows.shape, dtype=torch.float32, device=weight.device)
-        # What is read and written for each factor stays in the processor's cache.
+        turned = torch.empty(rows.shape)
         slab_rows = max(1, _SLAB_VALUES // self.size)
         for begin in range(0, len(rows), slab_rows):
-            slab = rows[begin : begin + slab_rows].to(torch.float32) * signs
-            slab = slab.contiguous().view(-1, *(len(factor) for factor in self._factors))
-            for axis, factor in enumerate(factors, start=1):
-                slab = torch.matmul(slab.movedim(-axis, -1), factor).movedim(-1, -axis)
-            turned[begin : begin + slab_rows] = slab.flatten(1)
+            slab = rows[begin : begin + slab_rows].to(torch.float32).contiguous()
+            out = turned[begin : begin + slab_rows]
+            self._kernels.kronecker(slab, signs, self._factors, dim=1, out=out)
         return turned.view(weight.shape)
 
     def outputs(self, weight: Tensor) -> Tensor:
         """What gives turned outputs: weight [E, ...] or a bias [E] -> Rᵀ · weight, as float32."""
-        return self.inputs(weight.movedim(0, -1)).movedim(-1, 0)
+        columns = weight.reshape(self.size, -1).to(torch.float32).contiguous()
+        return self._kernels.kronecker(columns, self._signs, self._factors, dim=0).view(weight.shape)
 
 
 def _factors(size: int) -> list[Tensor]:

@@ -87,7 +87,7 @@ class ModelFiles:
         model = Decoder(
             self.shape, kernels, method_class(kernels, torch_dtype(dtype), device), kv_dtype=kv_dtype,
             device=device, max_len=max_len, block_size=block_size, rope_divisors=divisors,
-            rotation=Rotation(self.shape.hidden_size) if rotates else None,
+            rotation=Rotation(self.shape.hidden_size, kernels) if rotates else None,
         )  # fmt: skip
         if method_class.wants_mean_inputs:
             load_while_running(model, WeightLoader(model, source))

@@ -1,6 +1,6 @@
 """CpuBackend: the C kernels behind the interface of a backend."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from batchgen.kernels.backend import OPERATIONS, KernelBackend, OpShape, PackedLinear
-from batchgen.kernels.cpu import attention, elementwise, greedy, int8, linear, sampling
+from batchgen.kernels.cpu import attention, elementwise, greedy, int8, kronecker, linear, sampling
 from batchgen.kernels.cpu.calls import Calls, CpuProgram
 from batchgen.kernels.cpu.library import Library, load
 from batchgen.kernels.cpu.memory import Arena
@@ -97,6 +97,16 @@ class CpuBackend(KernelBackend):
     @override
     def quantize(self, x: Tensor, out: Quantized) -> Quantized:
         return int8.quantize(self.calls, x, out)
+
+    @override
+    def rounding_loss(self, weight: Tensor, rounded: Quantized, mean: Tensor) -> Tensor:
+        return int8.rounding_loss(self.calls, weight, rounded, mean)
+
+    @override
+    def kronecker(
+        self, x: Tensor, scale: Tensor, factors: Sequence[Tensor], dim: int, out: Tensor | None
+    ) -> Tensor:
+        return kronecker.kronecker(self.calls, x, scale, factors, dim, out)
 
     @override
     def rms_norm_quantize(self, x: Tensor, weight: Tensor, eps: float, out: Quantized) -> Quantized:

@@ -13,6 +13,7 @@ from batchgen.kernels.quantized import GROUP, Quantized
 _LINEAR = Operation("linear_int8", "pnnpppnsnn", door="linear")
 _QUANTIZE = Operation("quantize", "pnpnnnpsn")
 _NORM_QUANTIZE = Operation("norm_quantize", "pnpppnnnpsnd", door="rms_norm")
+_ROUNDING_LOSS = Operation("rounding_loss", "ppnpppnn")
 _SILU_MUL_QUANTIZE = Operation("silu_mul_quantize", "pnpnnnpsn", door="silu_mul")
 
 
@@ -77,3 +78,12 @@ def silu_mul_quantize(calls: Calls, gate_up: Tensor, out: Quantized) -> Quantize
     """See `Kernels.silu_mul`."""
     calls(_SILU_MUL_QUANTIZE, gate_up, gate_up.stride(0), *_target(out), out.width)
     return out
+
+
+def rounding_loss(calls: Calls, weight: Tensor, rounded: Quantized, mean: Tensor) -> Tensor:
+    """See `Kernels.rounding_loss`."""
+    rows, width = weight.shape
+    loss = torch.empty(rows)
+    values = rounded.values
+    calls(_ROUNDING_LOSS, weight, values, values.stride(0), rounded.scale, mean, loss, rows, width)
+    return loss

@@ -27,6 +27,8 @@
     X(silu_mul) \
     X(linear_int8) \
     X(quantize) \
+    X(rounding_loss) \
+    X(kronecker) \
     X(norm_quantize) \
     X(silu_mul_quantize)
 

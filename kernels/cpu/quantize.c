@@ -1,4 +1,5 @@
-/* Activations to integers: as they are, or what a norm or a gate would have written. Each row by itself.
+/* Activations to integers: as they are, or what a norm or a gate would have written. Weights are rounded as they are, and what
+ * that costs is told. Each row by itself.
  *
  * Rounded to nearest, ties to even. A row whose largest |x| is below SMALLEST counts as zeros (scale 0); one that holds a
  * NaN or an infinity gets scale NaN and zeros, so that all that follows from it is NaN. */
@@ -165,3 +166,42 @@ static void gate_run(const void *args, Step *step, int64_t chunk, int64_t of) {
 }
 
 const Kernel kernel_silu_mul_quantize = {gate_chunks, gate_run};
+
+typedef struct {
+    const float *weight; /* [rows, n] */
+    const int8_t *values; /* what it was rounded to, [rows, depth] with `stride` between rows */
+    int64_t stride;
+    const float *scale, *mean; /* [rows], [n] */
+    float *loss;
+    int64_t rows, n;
+} RoundingLoss;
+
+static int64_t loss_chunks(const void *args, const Step *step) {
+    const RoundingLoss *a = args;
+    return row_chunks(a->rows, a->n, step);
+}
+
+/* (weight - rounded) · mean of each row, a sum in one fixed order. */
+static void loss_run(const void *args, Step *step, int64_t chunk, int64_t of) {
+    const RoundingLoss *a = args;
+    int64_t end = chunk_begin(a->rows, chunk + 1, of);
+    (void)step;
+    for (int64_t r = chunk_begin(a->rows, chunk, of); r < end; r++) {
+        const float *weight = a->weight + r * a->n;
+        const int8_t *values = a->values + r * a->stride;
+        vf sum[VU];
+        for (int v = 0; v < VU; v++) sum[v] = vf_set1(0.0f);
+        int64_t i = 0;
+        for (; i + UNIT <= a->n; i += UNIT)
+            for (int v = 0; v < VU; v++) {
+                int64_t at = i + v * VW;
+                vf value = __builtin_convertvector(*(const Bytes *)(values + at), vf) * vf_set1(a->scale[r]);
+                sum[v] = vf_fma(vf_load(weight + at) - value, vf_load(a->mean + at), sum[v]);
+            }
+        float rest = 0.0f;
+        for (; i < a->n; i++) rest += (weight[i] - (float)values[i] * a->scale[r]) * a->mean[i];
+        a->loss[r] = unit_sum(sum) + rest;
+    }
+}
+
+const Kernel kernel_rounding_loss = {loss_chunks, loss_run};

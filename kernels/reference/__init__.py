@@ -1,5 +1,7 @@
 """The reference backend: plain torch, any device and dtype, obviously right; the specification."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -7,7 +9,7 @@ from typing_extensions import override
 from batchgen.kernels.backend import BACKENDS, OPERATIONS, KernelBackend, PackedLinear
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
 from batchgen.kernels.quantized import Quantized
-from batchgen.kernels.reference import attention, elementwise, int8, kv_cache, sampling
+from batchgen.kernels.reference import attention, elementwise, int8, kronecker, kv_cache, sampling
 from batchgen.kernels.reference.linear import ReferenceLinear, gather_rows, linear
 from batchgen.kernels.sampling import Draws, Penalties, Scores
 
@@ -42,6 +44,16 @@ class ReferenceBackend(KernelBackend):
     @override
     def quantize(self, x: Tensor, out: Quantized) -> Quantized:
         return int8.quantize(x, out)
+
+    @override
+    def rounding_loss(self, weight: Tensor, rounded: Quantized, mean: Tensor) -> Tensor:
+        return int8.rounding_loss(weight, rounded, mean)
+
+    @override
+    def kronecker(
+        self, x: Tensor, scale: Tensor, factors: Sequence[Tensor], dim: int, out: Tensor | None
+    ) -> Tensor:
+        return _into(out, kronecker.kronecker(x, scale, factors, dim))
 
     @override
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> Tensor:

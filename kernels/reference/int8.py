@@ -57,3 +57,8 @@ def quantize(x: Tensor, out: Quantized) -> Quantized:
         torch.where(is_broken, torch.nan, torch.where(is_tiny, 0.0, most / torch.full_like(most, levels)))
     )
     return out
+
+
+def rounding_loss(weight: Tensor, rounded: Quantized, mean: Tensor) -> Tensor:
+    """Sums in float64 over the rows of the difference."""
+    return (weight - rounded.dense()).to(torch.float64).mul(mean).sum(dim=1).to(torch.float32)

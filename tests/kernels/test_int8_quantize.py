@@ -95,6 +95,18 @@ def test_rows_do_not_depend_on_each_other(int8_kernels):
         assert _same(alone, normed[one])
 
 
+@pytest.mark.parametrize("width", [1, 33, 64, 576])
+def test_what_rounding_loses_of_a_product(width, int8_kernels, num_threads):
+    weight, mean = _draw(70, width) * torch.logspace(-6, 6, 70)[:, None], _draw(width, seed=1)
+    weight[3] = 0.0
+    rounded = _quantize(int8_kernels, weight, 8)
+    lost = int8_kernels.rounding_loss(weight, rounded, mean)
+    expected = (weight - rounded.dense()).double() @ mean.double()
+    scale = (weight - rounded.dense()).double().abs() @ mean.double().abs()
+    assert ((lost - expected).abs() <= 1e-6 * scale).all()
+    assert torch.equal(int8_kernels.rounding_loss(weight[7:8], rounded[7:8], mean), lost[7:8])
+
+
 def test_no_rows(int8_kernels):
     assert int8_kernels.quantize(torch.empty(0, 64), Quantized.empty(0, 64, 8)).shape == (0, 64)
 
@@ -111,5 +123,12 @@ def test_what_does_not_fit_is_refused(int8_kernels):
             int8_kernels.silu_mul(torch.ones(4, 128), out)
     with pytest.raises(ShapeError, match="quantize"):
         int8_kernels.quantize(x.T, Quantized.empty(64, 4, 8))
+    whole = _quantize(int8_kernels, x, 8)
+    for given, rounded, mean in (
+        (x, whole[:3], weight), (x, whole, weight[:63]), (x.T.contiguous().T, whole, weight),
+        (x, _quantize(int8_kernels, x, 16), weight),
+    ):  # fmt: skip
+        with pytest.raises(ShapeError, match="rounding_loss"):
+            int8_kernels.rounding_loss(given, rounded, mean)
     with pytest.raises(ShapeError, match="rms_norm"):
         int8_kernels.rms_norm(x.view(4, 2, 32), weight[:32], 1e-5, Quantized.empty(4, 64, 8))

@@ -55,7 +55,7 @@ def build_decoder(
         max_len=config.max_len,
         block_size=BLOCK_SIZE,
         rope_divisors=source.rope_divisors() if location.kind == "gguf" else None,
-        rotation=Rotation(config.hidden_size) if rotates else None,
+        rotation=Rotation(config.hidden_size, kernels) if rotates else None,
     )
     load_weights(model, source)
     layout = model.kv_layout

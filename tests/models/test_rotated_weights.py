@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batchgen.errors import WeightsError
+from batchgen.kernels.ops import choose
 from batchgen.models.decoder import Decoder
 from batchgen.quantization.rotation import Rotation
 from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_gguf
@@ -25,9 +26,13 @@ PROMPTS = [random_ids(37, seed=1), random_ids(18, seed=2)]
 PLAN = [[37, 5], [0, 12], [0, 1]]
 
 
+def rotation_of(size: int) -> Rotation:
+    return Rotation(size, choose("cpu", "float32", head_dim=64))
+
+
 @pytest.mark.parametrize("size", [1, 7, 64, 72, 576, 896, 1000])
 def test_a_rotation_is_orthogonal_and_flat(size: int) -> None:
-    rotation = Rotation(size)
+    rotation = rotation_of(size)
     matrix = rotation.inputs(torch.eye(size)).double()
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(size, dtype=torch.float64), atol=2e-6, rtol=0)
     assert matrix.abs().max() <= (2.001 / size) ** 0.5
@@ -37,7 +42,7 @@ def test_a_rotation_is_orthogonal_and_flat(size: int) -> None:
 def test_an_outlier_is_spread_over_all_dimensions() -> None:
     x = torch.randn(5, 576, generator=torch.Generator().manual_seed(0))
     x[:, 3] = 300.0
-    turned = Rotation(576).inputs(x)
+    turned = rotation_of(576).inputs(x)
     torch.testing.assert_close(turned.norm(dim=1), x.norm(dim=1))
     assert turned.abs().max() < 300.0 / 8
 

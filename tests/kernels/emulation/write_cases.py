@@ -6,6 +6,7 @@ A case is a function that works with any kernels. It runs twice: on the referenc
 on kernels that write down what they are asked to do.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -123,6 +124,18 @@ def quantize(run: Run, width: int, bits: int) -> None:
     both(run, "rounded", rounded(run, x, bits))
     top = 127.0 if bits == 8 else 32767.0
     both(run, "ties", rounded(run, torch.tensor([[top, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 99.5]]), bits))
+
+
+def rounding_loss(run: Run, width: int) -> None:
+    weight, mean = run.draw(30, width), run.draw(width)
+    run.close("lost", run.kernels.rounding_loss(weight, rounded(run, weight, 8), mean))
+
+
+def kronecker(run: Run, sizes: tuple[int, ...], dim: int) -> None:
+    factors = [run.draw(size, size) for size in sizes]
+    size = math.prod(sizes)
+    x, scale = run.draw(*((37, size) if dim == 1 else (size, 37))), run.draw(size)
+    run.close("product", run.kernels.kronecker(x, scale, factors, dim))
 
 
 def quantized_rows(run: Run, width: int, bits: int) -> None:
@@ -333,6 +346,11 @@ def all_cases() -> Iterator[tuple[str, str, Case]]:
         for is_neox in (True, False):
             name = f"rotary {dim} {rot_dim} {'halves' if is_neox else 'pairs'}"
             yield name, "float64", partial(rotary, dim=dim, rot_dim=rot_dim, is_neox=is_neox)
+    for width in (33, 64, 576):
+        yield f"loss of rounding {width}", "float32", partial(rounding_loss, width=width)
+    for sizes in ((16, 36), (7, 9, 2)):
+        for dim in (0, 1):
+            yield f"kronecker {sizes} {dim}", "float32", partial(kronecker, sizes=sizes, dim=dim)
     for bits in (8, 16):
         for width in (1, 63, 64, 65, 576):
             yield f"quantize {width}, {bits} bits", "float32", partial(quantize, width=width, bits=bits)

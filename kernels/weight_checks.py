@@ -1,0 +1,75 @@
+"""Checks at the door of what is done to weights as they are loaded: laid out, turned, rounded."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from batchgen.errors import ShapeError
+from batchgen.kernels.checks import Home, disagree, given, is_at, is_out, is_quantized
+from batchgen.kernels.quantized import MAX_WIDTH, Quantized
+
+
+def check_weight(home: Home, weight: Tensor, bias: Tensor | None) -> None:
+    """Want weight [N, K] and bias [N], of any floating dtype."""
+    tensors = given(weight=weight, bias=bias)
+    if (
+        weight.dim() != 2
+        or (bias is not None and bias.shape != weight.shape[:1])
+        or not is_at(home.device, *tensors.values())
+        or not all(tensor.is_floating_point() for tensor in tensors.values())
+    ):
+        raise disagree("pack_linear", home, **tensors)
+
+
+def check_int8_weight(home: Home, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    """Want weight int8 [N, K], scale float32 [N], bias [N] of any floating dtype."""
+    tensors = given(weight=weight, scale=scale, bias=bias)
+    if (
+        weight.dim() != 2
+        or weight.dtype is not torch.int8
+        or scale.dtype is not torch.float32
+        or scale.shape != weight.shape[:1]
+        or (bias is not None and (bias.shape != scale.shape or not bias.is_floating_point()))
+        or not is_at(home.device, *tensors.values())
+    ):
+        raise disagree("pack_int8", home, **tensors)
+    if weight.shape[1] > MAX_WIDTH:
+        raise ShapeError(f"pack_int8: sums over more than {MAX_WIDTH} inputs overflow; got {weight.shape[1]}")
+
+
+def check_rounding_loss(home: Home, weight: Tensor, rounded: Quantized, mean: Tensor) -> None:
+    """Want weight [N, K] contiguous, rounded to 8 bits; mean [K]."""
+    rows, width = rounded.shape
+    if (
+        weight.shape != (rows, width)
+        or mean.shape != (width,)
+        or not is_quantized(rounded, rows, width, home.device)
+        or rounded.bits != 8
+        or not _are_dense_floats(home, weight, mean)
+    ):
+        raise disagree("rounding_loss", home, weight=weight, values=rounded.values, mean=mean)
+
+
+def check_kronecker(
+    home: Home, x: Tensor, scale: Tensor, factors: Sequence[Tensor], dim: int, out: Tensor | None
+) -> None:
+    """Want x of two dimensions, scale [E], factors square with sizes that multiply to E."""
+    sizes = [len(factor) for factor in factors]
+    if (
+        x.dim() != 2
+        or scale.shape != x.shape[dim : dim + 1]
+        or math.prod(sizes) != x.shape[dim]
+        or any(factor.shape != (size, size) for factor, size in zip(factors, sizes, strict=True))
+        or not _are_dense_floats(home, x, scale, *factors)
+        or not is_out(out, home, tuple(x.shape))
+    ):
+        shown = {f"factor_{number}": factor for number, factor in enumerate(factors)}
+        raise disagree("kronecker", home, **given(x=x, scale=scale, out=out), **shown)
+
+
+def _are_dense_floats(home: Home, *tensors: Tensor) -> bool:
+    return is_at(home.device, *tensors) and all(
+        tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors
+    )
