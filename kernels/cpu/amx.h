@@ -7,7 +7,7 @@
 /* Whether this process may use AMX: built for it, and the system lets it. */
 int amx_is_usable(void);
 
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__linux__)
 #define HAS_AMX 1
 #include <immintrin.h>
 

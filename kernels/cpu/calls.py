@@ -113,17 +113,6 @@ class Calls:
         if code:
             raise calls[-1][0].failure(code, says)
 
-    def scratch(self, num_bytes: int) -> Tensor:
-        """Memory for what an operation leaves to the next one, [num_bytes] uint8; a recording's operations share it."""
-        if self.tape is None:
-            return torch.empty(num_bytes, dtype=torch.uint8)
-        key = ("scratch", num_bytes)
-        found = self.tape.notes.get(key)
-        if found is None:
-            found = self.tape.notes[key] = torch.empty(num_bytes, dtype=torch.uint8)
-        assert isinstance(found, Tensor)
-        return found
-
     def start(self, sizes: StepSizes) -> Tape:
         """Record from here on; the sizes are those of the placeholders that operations will be given."""
         if self._recording.tape is not None:

@@ -31,7 +31,7 @@ static double float_round(void) {
     return 2.0 * VW * CHAINS * ROUNDS;
 }
 
-#if HAS_AMX
+#if defined(__AMX_INT8__) && defined(__linux__)
 static double tile_round(void) {
     static const struct {
         uint8_t palette, start_row, reserved[14];
@@ -102,7 +102,7 @@ static double byte_round(void) {
 }
 
 static double int8_round(void) {
-#if HAS_AMX
+#if defined(__AMX_INT8__) && defined(__linux__)
     if (amx_is_usable()) return tile_round();
 #endif
     return byte_round();

@@ -64,19 +64,18 @@ static void look(Best *best, const float *x, int64_t count, int64_t first) {
     best->column = first + place;
 }
 
-/* Part of a product of `rows` rows: those from `row` on, columns from `column` on, into out [.][COLUMNS]. Returns 0 or an error code. */
-typedef int Multiply(const void *product, int64_t rows, int64_t row, int64_t row_end, int64_t column, int64_t column_end,
-                     float *out);
+/* Part of a product: rows from `row` on, columns from `column` on, into out [.][COLUMNS]. Returns 0 or an error code. */
+typedef int Multiply(const void *product, int64_t row, int64_t row_end, int64_t column, int64_t column_end, float *out);
 
-static int multiply_float(const void *product, int64_t rows, int64_t row, int64_t row_end, int64_t column,
-                          int64_t column_end, float *out) {
-    return linear_float_panels(product, rows, row, row_end, column / LINEAR_PANEL,
-                               (column_end + LINEAR_PANEL - 1) / LINEAR_PANEL, out, COLUMNS);
+static int multiply_float(const void *product, int64_t row, int64_t row_end, int64_t column, int64_t column_end,
+                          float *out) {
+    linear_float_panels(product, row, row_end, column / LINEAR_PANEL, (column_end + LINEAR_PANEL - 1) / LINEAR_PANEL, out,
+                        COLUMNS);
+    return 0;
 }
 
-static int multiply_int8(const void *product, int64_t rows, int64_t row, int64_t row_end, int64_t column,
-                         int64_t column_end, float *out) {
-    (void)rows;
+static int multiply_int8(const void *product, int64_t row, int64_t row_end, int64_t column, int64_t column_end,
+                         float *out) {
     return linear_int8_panels(product, row, row_end, column / PANEL, (column_end + PANEL - 1) / PANEL, out, COLUMNS);
 }
 
@@ -87,12 +86,11 @@ typedef void See(const void *state, int64_t row, const float *x, int64_t count, 
 static void walk_columns(const void *product, Multiply *multiply, int64_t rows, int64_t width, See *see, const void *state,
                          Step *step, int64_t chunk, int64_t of) {
     int64_t parts = (width + COLUMNS - 1) / COLUMNS, end = chunk_begin(parts, chunk + 1, of);
-    int64_t group = linear_group(rows), together = GROUP_ROWS / group * group;
     for (int64_t part = chunk_begin(parts, chunk, of); part < end; part++) {
         int64_t column = part * COLUMNS, column_end = min_of(column + COLUMNS, width);
-        for (int64_t row = 0; row < rows; row += together) {
-            int64_t row_end = min_of(row + together, rows);
-            int error = multiply(product, rows, row, row_end, column, column_end, values);
+        for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
+            int64_t row_end = min_of(row + GROUP_ROWS, rows);
+            int error = multiply(product, row, row_end, column, column_end, values);
             if (error) {
                 step_fail(step, error);
                 return;
@@ -189,7 +187,7 @@ static void see_stretches(const void *state, int64_t row, const float *x, int64_
     }
 }
 
-static int64_t draw_one(const void *product, Multiply *multiply, int64_t rows, int64_t row, const Draw *d, Step *step) {
+static int64_t draw_one(const void *product, Multiply *multiply, int64_t row, const Draw *d, Step *step) {
     int64_t stretches = stretches_of(d->width);
     const float *tops = d->tops + row * stretches;
     double *sums = d->sums + row * stretches, total = 0.0, before = 0.0, target = 0.0;
@@ -204,7 +202,7 @@ static int64_t draw_one(const void *product, Multiply *multiply, int64_t rows, i
         s = find_stretch(sums, total, d->uniform[row], &before, &target);
     /* The whole part, so that the product begins at a panel. */
     int64_t begin = s * STRETCH, column = begin / COLUMNS * COLUMNS, column_end = min_of(column + COLUMNS, d->width);
-    int error = multiply(product, rows, row, row + 1, column, column_end, values);
+    int error = multiply(product, row, row + 1, column, column_end, values);
     if (error) {
         step_fail(step, error);
         return -1;
@@ -223,7 +221,7 @@ static int64_t row_chunks(int64_t rows, const Step *step) { return even_chunks(r
 static void draw_rows(const void *product, Multiply *multiply, int64_t rows, const Draw *d, Step *step, int64_t chunk,
                       int64_t of) {
     for (int64_t r = chunk_begin(rows, chunk, of); r < chunk_begin(rows, chunk + 1, of); r++)
-        d->tokens[r] = draw_one(product, multiply, rows, r, d, step);
+        d->tokens[r] = draw_one(product, multiply, r, d, step);
 }
 
 /* Two kernels for each product: `scan` looks at all columns, `pick` draws. */

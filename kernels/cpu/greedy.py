@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.backend import PackedLinear
-from batchgen.kernels.cpu.calls import Calls, Operation
+from batchgen.kernels.cpu.calls import Calls, Field, Operation
 from batchgen.kernels.cpu.int8 import CpuInt8Linear
-from batchgen.kernels.cpu.linear import FIELDS, CpuLinear, Fields, Steps, product
+from batchgen.kernels.cpu.linear import CpuLinear
 from batchgen.kernels.quantized import Quantized
 
-_PRODUCT, _PRODUCT_INT8 = FIELDS, "pnnpppnsnn"
+_PRODUCT, _PRODUCT_INT8 = "pnpppsnn", "pnnpppnsnn"
 _GREEDY = Operation("greedy_linear", _PRODUCT + "nnp", door="linear_argmax")
 _GREEDY_INT8 = Operation("greedy_linear_int8", _PRODUCT_INT8 + "nnp", door="linear_argmax")
 _PICK = Operation("greedy_pick", "pnps", door="linear_argmax")
@@ -28,12 +28,12 @@ _BEST_BYTES = 16
 
 def linear_argmax(calls: Calls, x: Tensor | Quantized, packed: PackedLinear, width: int) -> Tensor:
     """See `Kernels.linear_argmax`."""
-    first, fields, rows = _product(calls, x, packed)
+    product, rows = _product(x, packed)
     tokens = torch.empty(rows, dtype=torch.int64)
     slots = _chunks(width)
     best = torch.empty(slots * rows * _BEST_BYTES, dtype=torch.uint8)
     search = _GREEDY_INT8 if isinstance(x, Quantized) else _GREEDY
-    calls.together([*first, (search, (*fields, width, slots, best)), (_PICK, (best, slots, tokens, rows))])
+    calls.together([(search, (*product, width, slots, best)), (_PICK, (best, slots, tokens, rows))])
     return tokens
 
 
@@ -46,12 +46,12 @@ def linear_draw(
     uniform: Tensor,
 ) -> Tensor:
     """See `Kernels.linear_draw`."""
-    first, fields, rows = _product(calls, x, packed)
+    product, rows = _product(x, packed)
     tokens = torch.empty(rows, dtype=torch.int64)
     stretches = -(-width // _STRETCH)
     tops, sums = torch.empty(rows * stretches), torch.empty(rows * stretches, dtype=torch.float64)
-    fields = (*fields, width, _chunks(width), temperature, uniform, tops, sums, tokens)
-    calls.together([*first, *((part, fields) for part in (_DRAW_INT8 if isinstance(x, Quantized) else _DRAW))])
+    fields = (*product, width, _chunks(width), temperature, uniform, tops, sums, tokens)
+    calls.together([(part, fields) for part in (_DRAW_INT8 if isinstance(x, Quantized) else _DRAW)])
     return tokens
 
 
@@ -59,14 +59,15 @@ def _chunks(width: int) -> int:
     return max(1, min(4 * torch.get_num_threads(), -(-width // _COLUMNS)))
 
 
-def _product(calls: Calls, x: Tensor | Quantized, packed: PackedLinear) -> tuple[Steps, Fields, int]:
-    """What goes before a product that is written nowhere, its fields, and its rows."""
+def _product(x: Tensor | Quantized, packed: PackedLinear) -> tuple[tuple[Field, ...], int]:
+    """The fields of a product that is written nowhere, and its rows."""
     if isinstance(x, Quantized):
         assert isinstance(packed, CpuInt8Linear)
         (rows, planes, _), columns = x.values.shape, packed.out_features
-        return (), (
+        return (
             x.values, x.values.stride(0), planes, x.scale, packed.panels, None, columns, rows, columns,
             packed.depth,
         ), rows  # fmt: skip
     assert isinstance(packed, CpuLinear)
-    return *product(calls, x, packed, None), x.shape[0]
+    rows, depth = x.shape
+    return (x, x.stride(0), packed.panels, packed.bias, None, rows, packed.out_features, depth), rows

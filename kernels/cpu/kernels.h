@@ -10,7 +10,6 @@
     X(plan_attention) \
     X(attention_shared) \
     X(attention_own) \
-    X(linear_cut) \
     X(linear) \
     X(greedy_linear) \
     X(greedy_linear_int8) \

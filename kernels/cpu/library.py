@@ -15,10 +15,9 @@ _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 _SIGNATURES: dict[str, str] = {
     "bg_panel": ":n",
     "bg_linear_pack": "ppnni:",
-    "bg_cut_bytes": "nn:n",
     "bg_int8_bytes": "nn:n",
     "bg_int8_pack": "ppppnnni:",
-    "bg_use_amx": "n:n",
+    "bg_int8_use_amx": "n:n",
     "bg_run": "pnpi:n",
     "bg_run_once": "pni:n",
     "bg_attention_plan_new": ":p",
@@ -53,9 +52,8 @@ class Library:
         self.run, self.run_once = function("bg_run"), function("bg_run_once")
         self.panel = function("bg_panel")()
         self.linear_pack = function("bg_linear_pack")
-        self.cut_bytes = function("bg_cut_bytes")
         self.int8_bytes, self.int8_pack = function("bg_int8_bytes"), function("bg_int8_pack")
-        self.use_amx = function("bg_use_amx")
+        self.int8_use_amx = function("bg_int8_use_amx")
         self.attention_plan_new = function("bg_attention_plan_new")
         self.attention_plan_free = function("bg_attention_plan_free")
         self.sample = function("bg_sample")

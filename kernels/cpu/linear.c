@@ -110,8 +110,8 @@ static void tile_of(int m, const float *x, const float *panel, int64_t depth, fl
 #undef CASE
 }
 
-static void fma_panels(const LinearFloat *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end, float *out,
-                       int64_t out_stride) {
+void linear_float_panels(const LinearFloat *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end,
+                         float *out, int64_t out_stride) {
     float x[ROWS * PIECE] __attribute__((aligned(64)));
     int64_t pieces = pieces_of(p->depth), piece = (p->depth + pieces - 1) / pieces;
     int64_t resident = RESIDENT / (piece * PANEL);
@@ -144,19 +144,9 @@ static void fma_panels(const LinearFloat *p, int64_t row, int64_t row_end, int64
     }
 }
 
-int linear_float_panels(const LinearFloat *p, int64_t rows, int64_t row, int64_t row_end, int64_t panel,
-                        int64_t panel_end, float *out, int64_t out_stride) {
-    if (!p->cut) {
-        fma_panels(p, row, row_end, panel, panel_end, out, out_stride);
-        return 0;
-    }
-    if (row_end - row <= FEW_ROWS) return linear_float_few(p, row, row_end, panel, panel_end, out, out_stride);
-    return linear_float_amx(p, rows, row, row_end, panel, panel_end, out, out_stride);
-}
 
 /* Rows are cut as well as panels once there are more than GROUP_ROWS of them, or too few panels for all threads. */
 static int64_t row_groups(const LinearFloat *p, int64_t rows, const Step *step) {
-    if (p->cut) return rows ? 1 : 0; /* for tiles, a group's weights come from the L2 cache as well */
     int64_t tiles = (rows + ROWS - 1) / ROWS, panels = panels_of(p->columns);
     int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS, wanted = (4 * step->threads + panels - 1) / panels;
     if (step->threads > 1 && groups < wanted) groups = wanted;
@@ -178,10 +168,9 @@ static void linear_run(const void *args, Step *step, int64_t chunk, int64_t of) 
     int64_t groups = row_groups(&product, product.rows, step), group = chunk % groups, panels = panels_of(product.columns);
     int64_t share = chunk / groups, shares = of / groups, row = chunk_begin(product.rows, group, groups);
     int64_t panel = chunk_begin(panels, share, shares);
-    int error = linear_float_panels(&product, product.rows, row, chunk_begin(product.rows, group + 1, groups), panel,
+    linear_float_panels(&product, row, chunk_begin(product.rows, group + 1, groups), panel,
                         chunk_begin(panels, share + 1, shares), product.out + row * product.columns + panel * PANEL,
                         product.columns);
-    if (error) step_fail(step, error);
 }
 
 const Kernel kernel_linear = {linear_chunks, linear_run};

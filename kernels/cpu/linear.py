@@ -1,22 +1,15 @@
 """Linear layers of the cpu backend, float32: calls into linear.c."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from batchgen.kernels.backend import PackedLinear
-from batchgen.kernels.cpu.calls import Calls, Field, Operation
+from batchgen.kernels.cpu.calls import Calls, Operation
 from batchgen.kernels.cpu.memory import Arena
 
-FIELDS = "pnppppsnn"  # of LinearFloat
-_LINEAR = Operation("linear", FIELDS)
-_CUT = Operation("linear_cut", "pnpsn", door="linear")
+_LINEAR = Operation("linear", "pnpppsnn")
 _GATHER_PACKED = Operation("gather_packed", "pppsnn", door="gather_rows")
 _GATHER_ROWS = Operation("gather_rows", "pppsnn")
-
-Fields = tuple[Field, ...]
-Steps = Sequence[tuple[Operation, Fields]]
 
 
 class CpuLinear(PackedLinear):
@@ -41,23 +34,8 @@ def linear(calls: Calls, x: Tensor, packed: CpuLinear, out: Tensor | None) -> Te
     rows, depth = x.shape
     if out is None:
         out = torch.empty((rows, packed.out_features))
-    first, fields = product(calls, x, packed, out)
-    calls.together([*first, (_LINEAR, fields)])
+    calls(_LINEAR, x, x.stride(0), packed.panels, packed.bias, out, rows, packed.out_features, depth)
     return out
-
-
-def product(calls: Calls, x: Tensor, packed: CpuLinear, out: Tensor | None) -> tuple[Steps, Fields]:
-    """What goes before a product, and its fields.
-
-    Where tiles multiply pieces of floats, x is cut into them once, for all threads.
-    """
-    rows, depth = x.shape
-    num_bytes, cut, first = calls.library.cut_bytes(rows, depth), None, []
-    if num_bytes:
-        cut = calls.scratch(num_bytes)
-        first = [(_CUT, (x, x.stride(0), cut, rows, depth))]
-    fields = (x, x.stride(0), cut, packed.panels, packed.bias, out, rows, packed.out_features, depth)
-    return first, fields
 
 
 def gather_rows(calls: Calls, source: Tensor | CpuLinear, ids: Tensor, out: Tensor | None) -> Tensor:

@@ -35,6 +35,16 @@ void bg_int8_pack(const int8_t *weight, const float *scale, const float *bias, i
     }
 }
 
+static int may_use_amx = 1;
+
+static int uses_amx(void) { return may_use_amx && amx_is_usable(); }
+
+/* For tests and benchmarks: keep to vectors although AMX is there. Returns whether AMX is used from now on. */
+int64_t bg_int8_use_amx(int64_t is_wanted) {
+    may_use_amx = is_wanted != 0;
+    return uses_amx();
+}
+
 static int64_t row_groups(int64_t rows) { return (rows + ROW_GROUP - 1) / ROW_GROUP; }
 
 static int64_t chunks(const void *args, const Step *step) {
@@ -44,13 +54,13 @@ static int64_t chunks(const void *args, const Step *step) {
     int64_t steps = (panels_of(p->columns) + STEP_PANELS - 1) / STEP_PANELS;
     /* Nanoseconds for one step of panels: weights at 8 GB/s and products at the pace of the path. */
     int64_t weights = STEP_PANELS * PANEL * p->depth, products = weights * p->planes * ((rows + groups - 1) / groups);
-    int64_t cost = weights / 8 + products / (amx_is_usable() ? 700 : 100);
+    int64_t cost = weights / 8 + products / (uses_amx() ? 700 : 100);
     int64_t wanted = even_chunks(groups * steps, cost, step), each = (wanted + groups - 1) / groups;
     return groups * min_of(each, steps);
 }
 
 static int region(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
-    return (amx_is_usable() ? int8_region_amx : int8_region_vector)(p, row, row_end, panel, panel_end);
+    return (uses_amx() ? int8_region_amx : int8_region_vector)(p, row, row_end, panel, panel_end);
 }
 
 static void run(const void *args, Step *step, int64_t chunk, int64_t of) {

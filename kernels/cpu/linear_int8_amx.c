@@ -5,8 +5,33 @@
 #include "linear_int8.h"
 
 #if HAS_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #define TILE_BYTES 1024
 #define TALL 8 /* tiles of rows from which on output is fetched ahead */
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_XTILEDATA 18
+
+/* The processor must have AMX, and the system must allow this process its registers; some virtual machines show the
+ * one without giving the other. */
+static int ask_for_amx(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    if (!(d & (1u << 24)) || !(d & (1u << 25))) return 0; /* tiles, products of 8 bits */
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+
+int amx_is_usable(void) {
+    static int known; /* 0 not asked yet, 1 no, 2 yes; threads that ask at the same time get the same answer */
+    int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (!found) {
+        found = 1 + ask_for_amx();
+        __atomic_store_n(&known, found, __ATOMIC_RELAXED);
+    }
+    return found == 2;
+}
 
 /* What four tiles of sums hold: one tile of rows by 4 panels; two tiles of rows by 2 panels; or high and low bytes of one
  * tile of rows by 2 panels. */
@@ -146,6 +171,8 @@ int int8_region_amx(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t p
 }
 
 #else
+
+int amx_is_usable(void) { return 0; }
 
 int int8_region_amx(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
     return int8_region_vector(p, row, row_end, panel, panel_end);

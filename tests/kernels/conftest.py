@@ -84,7 +84,7 @@ def _int8_paths() -> list[str]:
     if not names:
         return []
     found = ["vectors"]
-    if BACKENDS.get("cpu").library.use_amx(1):
+    if BACKENDS.get("cpu").library.int8_use_amx(1):
         found.append("amx")
     if platform.machine() == "x86_64":
         found += [name for name, (_, needs) in INT8_BUILDS.items() if needs <= _features()]
@@ -105,7 +105,7 @@ def int8_kernels(int8_path):
     if int8_path in INT8_BUILDS:
         yield _all_of(int8_path)
         return
-    use_amx = BACKENDS.get("cpu").library.use_amx
+    use_amx = BACKENDS.get("cpu").library.int8_use_amx
     assert bool(use_amx(int8_path == "amx")) == (int8_path == "amx")
     yield _all_of("cpu")
     use_amx(1)

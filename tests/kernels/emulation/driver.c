@@ -25,7 +25,7 @@ int64_t bg_run(const Op *ops, int64_t count, Step *step, int threads);
 void *bg_attention_plan_new(void);
 void bg_attention_plan_free(void *plan);
 const char *bg_int8_vector_name(void);
-int64_t bg_use_amx(int64_t is_wanted);
+int64_t bg_int8_use_amx(int64_t is_wanted);
 int64_t bg_panel(void);
 
 /* Numbers and pointers of all these functions go in slots of 64 bits, so that one type serves to call them. */
@@ -274,7 +274,7 @@ int main(int count, char **arguments) {
     if (count < 2) give_up("usage: driver FILE [--no-amx]");
     int64_t bytes = 0, num_cases = 0, num_failed = 0;
     char *data = read_file(arguments[1], &bytes);
-    int is_amx = (int)bg_use_amx(!(count > 2 && !strcmp(arguments[2], "--no-amx")));
+    int is_amx = (int)bg_int8_use_amx(!(count > 2 && !strcmp(arguments[2], "--no-amx")));
     printf("integers: %s; columns of a panel: %" PRId64 "\n", is_amx ? "AMX" : bg_int8_vector_name(), bg_panel());
     at = data + 8;
     if (memcmp(data, MAGIC, 8)) give_up("this is no file of cases");
