@@ -1,7 +1,7 @@
 """The start of a job's engine: with what the first run decided, its decisions said, logged and stored."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.config import Decision
 from batchgen.engine.client import EngineClient
@@ -13,9 +13,16 @@ from batchgen.jobs.manifest import Manifest, json_form, pack_schema
 from batchgen.jobs.prepare import PreparedJob
 from batchgen.jobs.progress import Reporter
 
+if TYPE_CHECKING:
+    from batchgen.engine.child_process import ChildProcess
+
 
 def start_job_engine(
-    job: PreparedJob, stored: Manifest | None, reporter: Reporter, events: EventLog
+    job: PreparedJob,
+    stored: Manifest | None,
+    reporter: Reporter,
+    events: EventLog,
+    begun: "ChildProcess | None" = None,
 ) -> EngineClient:
     """Start the engine and say what was decided.
 
@@ -25,6 +32,7 @@ def start_job_engine(
         reporter: told what takes time while it loads, every decision, and every sampling parameter that is
             not the default.
         events: logs what the engine is.
+        begun: of `begin_engine`, if it was called.
 
     Raises:
         ConfigError: a setting that this machine or this model cannot have; nothing was loaded.
@@ -32,7 +40,8 @@ def start_job_engine(
     """
     pinned = {} if stored is None else pinned_engine_args(stored)
     with job.spec.placing_errors("engine"):
-        engine = start_engine(job.config.with_values(**pinned), job.tokenizer, on_loading=reporter.say)
+        config = job.config.with_values(**pinned)
+        engine = start_engine(config, job.tokenizer, on_loading=reporter.say, begun=begun)
     info = engine.info
     for line in _decisions(job, info, pinned):
         reporter.say(line)

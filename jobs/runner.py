@@ -4,6 +4,7 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from batchgen.errors import BatchgenError, EngineError, ResumeError, SinkError
 from batchgen.jobs.atomic import Disk
@@ -37,6 +38,9 @@ from batchgen.quantities import counted
 from batchgen.sampling_checks import check_engine_limits
 from batchgen.version import __version__
 
+if TYPE_CHECKING:
+    from batchgen.engine.child_process import ChildProcess
+
 __all__ = ["JobRunner", "JobSummary", "run"]
 
 _RENDER_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
@@ -50,6 +54,7 @@ def run(
     stop: StopFlag | None = None,
     reporter: Reporter | None = None,
     disk: Disk | None = None,
+    begun: "ChildProcess | None" = None,
 ) -> JobSummary:
     """Run a job, or go on with it where an earlier run ended; without the model when all is done.
 
@@ -63,6 +68,7 @@ def run(
         stop: asks for an end from another thread.
         reporter: shows progress; by default lines on stderr.
         disk: the hand that writes.
+        begun: of `begin_engine`; without one the engine's process is started when it is needed.
 
     Raises:
         ConfigError, InputError: the job is wrong; found before the model loads.
@@ -73,7 +79,7 @@ def run(
     """
     stop = stop or StopFlag()
     reporter = reporter or LineReporter(quiet=quiet)
-    runner = JobRunner(spec, stop, reporter, disk or Disk())
+    runner = JobRunner(spec, stop, reporter, disk or Disk(), begun)
     try:
         with stop.handling_signals():
             return runner.run(restart)
@@ -84,8 +90,11 @@ def run(
 class JobRunner:
     """One run of one job; see `run`."""
 
-    def __init__(self, spec: JobSpec, stop: StopFlag, reporter: Reporter, disk: Disk):
+    def __init__(
+        self, spec: JobSpec, stop: StopFlag, reporter: Reporter, disk: Disk, begun: "ChildProcess | None"
+    ):
         self._spec, self._stop, self._reporter, self._disk = spec, stop, reporter, disk
+        self._begun = begun
         self._folder = OutputFolder(spec.output_dir)
         self._started = time.monotonic()
 
@@ -157,7 +166,7 @@ class JobRunner:
         monitor.loading()
         try:
             with self._stop.raising():
-                engine = start_job_engine(job, stored, self._reporter, events)
+                engine = start_job_engine(job, stored, self._reporter, events, self._begun)
                 stack.callback(engine.shutdown)
                 with self._spec.placing_errors("sampling"):
                     check_engine_limits(job.params, engine.info)

@@ -32,7 +32,7 @@ def run_job(
         ConfigError, InputError: the job is wrong; nothing was loaded.
         ResumeError: the output belongs to another job, or another run holds it.
     """
-    from batchgen.jobs.runner import run
+    from batchgen.jobs.launch import launch
     from batchgen.jobs.spec import JobSpec, load_spec
 
     if isinstance(job, str | Path):
@@ -41,4 +41,4 @@ def run_job(
         spec = JobSpec.from_mapping(job, overrides=overrides, limit=limit, output=output)
     else:
         spec = job.with_overrides(overrides, limit=limit, output=output)
-    return run(spec, restart=restart, quiet=quiet)
+    return launch(spec, restart=restart, quiet=quiet)

@@ -39,14 +39,14 @@ def run(
     Exit codes: 0 all rows good; 3 finished, some rows hold an error; 1 failed; 2 wrong job file or usage; 130
     or 143 interrupted, progress saved.
     """
-    from batchgen.jobs.runner import run as run_job
+    from batchgen.jobs.launch import launch
     from batchgen.jobs.spec import load_spec
 
     style = Style.NONE if quiet else progress
     shown = reporter(style)
     try:
         spec = load_spec(job, overrides=overrides or (), limit=limit, output=output)
-        summary = run_job(spec, restart=restart, reporter=shown)
+        summary = launch(spec, restart=restart, reporter=shown)
     except BatchgenError as error:
         if not isinstance(shown, JsonReporter):
             raise
