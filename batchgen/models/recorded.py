@@ -76,7 +76,9 @@ class RecordedForward:
     ) -> Tensor:
         """Final hidden states of some tokens: see `Decoder.forward`."""
         sizes = StepSizes(token_ids.shape[0], rows.shape[0], *metas[0].block_tables.shape)
-        if self._is_possible and positions.dim() == 1 and min(sizes.in_order()) > 0:
+        # A chunk of a prompt that does not end in it wants no rows.
+        is_whole = sizes.tokens > 0 and sizes.table_width > 0
+        if self._is_possible and positions.dim() == 1 and is_whole:
             if self._recording is None or not self._recording.holds(sizes):
                 self._recording = self._record(model, sizes, len(metas))
             if self._recording is not None:

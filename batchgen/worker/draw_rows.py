@@ -1,7 +1,7 @@
 """DrawRows: the draws of a step as arrays, of which a step that goes on changes next to nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from batchgen.worker.random_stream import stream_states, uniforms_at
 from batchgen.worker.row_rules import RowRules
 
 Places = npt.NDArray[np.int64]
+Ways = npt.NDArray[np.float64]
 
 _FOR_EVER = 2**62
 
@@ -21,10 +22,20 @@ _FOR_EVER = 2**62
 class DrawRows:
     """R draws.
 
+    Args:
+        rows: what each asks for; positions may be older ones.
+        known: the rules of each.
+        positions: [R], of the tokens that are drawn.
+        states: [R], of their random streams.
+        special_until: [R], the positions at which they begin to ask for nothing but a draw.
+        ways: [4, R], the `way` of each.
+
     Attributes:
         known: the rules of each.
         positions: [R] int64, of the tokens that are drawn.
         is_plain: whether every row asks for a token and nothing else, from its logits as they are.
+        is_greedy: whether every row takes the largest logit.
+        is_by_temperature: whether no row leaves out any token but for its temperature.
     """
 
     def __init__(
@@ -34,18 +45,20 @@ class DrawRows:
         positions: Places,
         states: npt.NDArray[np.uint64],
         special_until: Places,
-        draws: Draws,
-        ways: "_Ways | None" = None,
+        ways: Ways,
     ):
         self.known = known
         self.positions = positions
-        self.is_plain = bool((positions >= special_until).all())
+        self.is_greedy = not ways[0].any()
+        self.is_by_temperature = self.is_greedy or not _cuts(ways)
         self._rows = rows
+        self._everybody = list(range(len(rows)))
         self._states = states
         self._special_until = special_until
-        # `uniform` is that of another step, or of no draw.
-        self._draws = draws
-        self._ways = ways or _Ways.of(draws)
+        self.is_plain = self._are_plain()
+        self._ways = ways
+        # Made when a kernel wants them; `uniform` is that of no draw.
+        self._draws: Draws | None = None
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow], known: Sequence[RowRules]) -> "DrawRows":
@@ -60,20 +73,13 @@ class DrawRows:
             if row.num_candidates:
                 ways[0, index] = 0.0
         keys = [row.key for row in rows]
-        draws = Draws(
-            temperature=torch.from_numpy(ways[0]),
-            top_k=torch.from_numpy(ways[1].astype(np.int64)),
-            top_p=torch.from_numpy(ways[2]),
-            min_p=torch.from_numpy(ways[3]),
-            uniform=torch.zeros(len(keys), dtype=torch.float64),
-        )
         return cls(
             list(rows),
             list(known),
             np.array([position for _, _, position in keys], dtype=np.int64),
             stream_states(keys),
             np.array([_special_until(*each) for each in zip(rows, known, strict=True)], dtype=np.int64),
-            draws,
+            ways,
         )
 
     def __len__(self) -> int:
@@ -90,90 +96,63 @@ class DrawRows:
                 row.num_generated += ahead
         return self._rows
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether every row takes the largest logit."""
-        return self._ways.is_greedy
-
-    @property
-    def is_by_temperature(self) -> bool:
-        """Whether no row leaves out any token but for its temperature."""
-        return self._ways.is_by_temperature
-
     def slots(self) -> list[int]:
         """The sequence that each token will belong to."""
         return [row.slot for row in self._rows]
 
-    def moved(self, places: Places) -> "DrawRows":
-        """Some of the rows, each a position further."""
-        if len(places) == len(self) and bool((places == np.arange(len(self))).all()):
-            return DrawRows(
-                self._rows, self.known, self.positions + 1, self._states, self._special_until, self._draws,
-                self._ways,
-            )  # fmt: skip
-        chosen, index = places.tolist(), torch.from_numpy(places)
-        draws = self._draws
+    def moved(self, chosen: list[int]) -> "DrawRows":
+        """Some of the rows, each a position further; this object itself if they are all in their order."""
+        if chosen == self._everybody:
+            np.add(self.positions, 1, out=self.positions)
+            self.is_plain = self.is_plain or self._are_plain()
+            return self
+        places = np.array(chosen, dtype=np.int64)
         return DrawRows(
             [self._rows[place] for place in chosen],
             [self.known[place] for place in chosen],
             self.positions[places] + 1,
             self._states[places],
             self._special_until[places],
-            Draws(
-                temperature=draws.temperature[index],
-                top_k=draws.top_k[index],
-                top_p=draws.top_p[index],
-                min_p=draws.min_p[index],
-                uniform=draws.uniform[index],
-            ),
+            np.take(self._ways, places, axis=1),
         )
 
     def followed_by(self, others: "DrawRows") -> "DrawRows":
         """These, then others."""
-        mine, theirs = self._draws, others._draws
         return DrawRows(
             [*self._rows, *others._rows],
             [*self.known, *others.known],
             np.concatenate((self.positions, others.positions)),
             np.concatenate((self._states, others._states)),
             np.concatenate((self._special_until, others._special_until)),
-            Draws(
-                temperature=torch.cat((mine.temperature, theirs.temperature)),
-                top_k=torch.cat((mine.top_k, theirs.top_k)),
-                top_p=torch.cat((mine.top_p, theirs.top_p)),
-                min_p=torch.cat((mine.min_p, theirs.min_p)),
-                uniform=torch.cat((mine.uniform, theirs.uniform)),
-            ),
+            np.concatenate((self._ways, others._ways), axis=1),
         )
 
     def draws(self, is_replaced: Tensor | None = None) -> Draws:
         """How the kernels draw them; see `Draws.is_replaced`."""
+        if self._draws is None:
+            temperature, top_k, top_p, min_p = self._ways
+            self._draws = Draws(
+                temperature=torch.from_numpy(temperature),
+                top_k=torch.from_numpy(top_k.astype(np.int64)),
+                top_p=torch.from_numpy(top_p),
+                min_p=torch.from_numpy(min_p),
+                uniform=torch.zeros(len(self), dtype=torch.float64),
+            )
         # A greedy row looks at no random number.
         if self.is_greedy and is_replaced is None:
             return self._draws
         uniform = torch.from_numpy(uniforms_at(self._states, self.positions))
         return replace(self._draws, uniform=uniform, is_replaced=is_replaced)
 
-
-@dataclass(frozen=True, slots=True)
-class _Ways:
-    """What holds of the ways in which all rows are drawn."""
-
-    is_greedy: bool
-    is_by_temperature: bool
-
-    @classmethod
-    def of(cls, draws: Draws) -> "_Ways":
-        is_drawn = draws.temperature > 0
-        cuts = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0)
-        return cls(not bool(is_drawn.any()), not bool((cuts & is_drawn).any()))
+    def _are_plain(self) -> bool:
+        return bool((self.positions >= self._special_until).all())
 
 
 class NewestTokens(Mapping[int, int]):
     """Sequence -> the token that the last step drew for it; made only when somebody looks."""
 
-    def __init__(self, slots: Sequence[int] = (), tokens: Sequence[int | None] = ()):
-        self._slots, self._tokens = slots, tokens
+    def __init__(self, draws: DrawRows | None = None, tokens: Sequence[int | None] = ()):
+        self._draws, self._tokens = draws, tokens
         self._made: dict[int, int] | None = None
 
     def __getitem__(self, slot: int) -> int:
@@ -187,8 +166,15 @@ class NewestTokens(Mapping[int, int]):
 
     def _tokens_by_slot(self) -> dict[int, int]:
         if self._made is None:
-            self._made = {slot: token or 0 for slot, token in zip(self._slots, self._tokens, strict=True)}
+            slots = [] if self._draws is None else self._draws.slots()
+            self._made = {slot: token or 0 for slot, token in zip(slots, self._tokens, strict=True)}
         return self._made
+
+
+def _cuts(ways: Ways) -> bool:
+    """Whether a row that is drawn by chance leaves out tokens."""
+    temperature, top_k, top_p, min_p = ways
+    return bool((((top_k > 0) | (top_p < 1) | (min_p > 0)) & (temperature > 0)).any())
 
 
 def _special_until(row: SamplingRow, rules: RowRules) -> int:

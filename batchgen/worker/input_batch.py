@@ -1,7 +1,7 @@
 """InputBatch: a SchedulerOutput as the tensors that the model reads.
 
 All of a step is laid out with numpy; the sequences that go on from the step before are taken from what was
-laid out for that one, without a look at each.
+laid out for that one, without a look at each, and in the same memory if nothing else changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,14 @@ from batchgen.engine.scheduler_output import (
 )
 from batchgen.errors import EngineError
 from batchgen.kernels.kv import AttentionMeta
+from batchgen.worker.device import is_host
+from batchgen.worker.steady_batch import SteadyBatch
 from batchgen.worker.step_parts import (
     UNKNOWN,
     StepPart,
     WantedLogits,
     block_tables,
+    blocks_beyond,
     cut_tables,
     fill_unknown,
     flat_tokens,
@@ -35,7 +38,7 @@ from batchgen.worker.step_parts import (
 
 @dataclass(slots=True)
 class InputBatch:
-    """One step's input (T tokens, R rows of logits).
+    """One step's input (T tokens, R rows of logits); it holds until the next one is laid out.
 
     Args:
         token_ids, positions: [T] int64.
@@ -45,6 +48,7 @@ class InputBatch:
         sample_rows: per draw, those of sequences that go on first, which of the R rows it reads.
         scores: (seq_id, prompt tokens to be scored); each target has a row of its own.
         num_score_rows: how many of the R rows are theirs.
+        part: the arrays of all sequences; on the host the tensors are their memory.
     """
 
     token_ids: Tensor
@@ -55,6 +59,7 @@ class InputBatch:
     sample_rows: list[int]
     scores: list[tuple[int, PromptScores]]
     num_score_rows: int
+    part: StepPart
 
 
 @dataclass(slots=True)
@@ -65,11 +70,13 @@ class _Layout:
         step: its number.
         part: its sequences.
         sequence_of_draw: per draw the place of its sequence in the step.
+        steady: the batch, if its sequences may go on in the same memory.
     """
 
     step: int
     part: StepPart
     sequence_of_draw: np.ndarray
+    steady: SteadyBatch | None
 
 
 class BatchBuilder:
@@ -103,7 +110,13 @@ class BatchBuilder:
         """
         parts, num_continued = [], 0
         if step.continued is not None:
-            parts.append(self._continued(step, step.continued, drawn))
+            last = self._checked_last(step, step.continued)
+            if last.steady is not None and not step.sequences:
+                batch = last.steady.moved_on(step.continued, drawn)
+                if batch is not None:
+                    last.step = step.step
+                    return batch
+            parts.append(self._continued(last, step.continued, drawn))
             num_continued = len(step.continued.rows)
         wanted = WantedLogits(num_continued)
         if step.sequences or not parts:
@@ -112,8 +125,19 @@ class BatchBuilder:
         of_draws = np.array(wanted.sequence_of_sample, dtype=np.int64)
         if num_continued:
             of_draws = np.concatenate((np.arange(num_continued), of_draws))
-        self._last = _Layout(step.step, part, of_draws)
-        return self._batch(step, part, wanted)
+        batch = self._batch(step, part, wanted)
+        steady = None
+        if step.continued is not None and not step.sequences and is_host(self._device):
+            steady = SteadyBatch(batch, self._block_size)
+        self._last = _Layout(step.step, part, of_draws, steady)
+        return batch
+
+    def _checked_last(self, step: SchedulerOutput, continued: Continued) -> _Layout:
+        if self._last is None or self._last.step != continued.step:
+            raise EngineError(
+                f"step {step.step} goes on from step {continued.step}, which was not the one before"
+            )
+        return self._last
 
     def _fresh(
         self, sequences: tuple[ScheduledSequence, ...], newest: Mapping[int, int], wanted: WantedLogits
@@ -127,15 +151,9 @@ class BatchBuilder:
         tables = [block_tables(sequences, group) for group in range(self._num_groups)]
         return StepPart(token_ids, positions, lens, computed + lens, tables)
 
-    def _continued(
-        self, step: SchedulerOutput, continued: Continued, drawn: Sequence[int | None]
-    ) -> StepPart:
+    @staticmethod
+    def _continued(last: _Layout, continued: Continued, drawn: Sequence[int | None]) -> StepPart:
         """The sequences that go on, each with the token that it drew."""
-        last = self._last
-        if last is None or last.step != continued.step:
-            raise EngineError(
-                f"step {step.step} goes on from step {continued.step}, which was not the one before"
-            )
         rows = np.array(continued.rows, dtype=np.int64)
         places = last.sequence_of_draw[rows]
         # The new token stands behind all that were there.
@@ -171,6 +189,8 @@ class BatchBuilder:
         metas = []
         for group, whole in enumerate(part.tables):
             tables = cut_tables(whole, -(-longest // size))
+            if not blocks_beyond(whole, tables.shape[1]):
+                part.tables[group] = tables
             blocks = tables[of_sequence, in_table]
             if blocks.size and blocks.min() < 0:
                 self._complain_of_block(step, int(of_sequence[int(blocks.argmin())]), group)
@@ -193,6 +213,7 @@ class BatchBuilder:
             sample_rows=wanted.sample_rows,
             scores=wanted.scores,
             num_score_rows=len(wanted.scored),
+            part=part,
         )
 
     @staticmethod

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from batchgen.engine.scheduler_output import DrawRules, SchedulerOutput, StepResult
@@ -16,7 +15,7 @@ from batchgen.worker.executor import ExecutorInfo, ExecutorProfile
 from batchgen.worker.input_batch import BatchBuilder, InputBatch
 from batchgen.worker.model_memory import ModelMemory
 from batchgen.worker.prompt_scores import PromptScorer
-from batchgen.worker.sampler import Drawn, Sampler
+from batchgen.worker.sampler import Drawn, Sampler, drawn_tokens
 from batchgen.worker.step_profile import StepProfile
 
 
@@ -71,7 +70,7 @@ class ModelRunner:
         num_drawn_rows = hidden.shape[0] - batch.num_score_rows
         drawn = self._draw(model, hidden[:num_drawn_rows], draws, batch.sample_rows)
         self._draws, self._drawn = draws, drawn.token_ids
-        self._newest = NewestTokens(draws.slots(), drawn.token_ids)
+        self._newest = NewestTokens(draws, drawn.token_ids)
         # After the draws: the logits of a chunk take the place of theirs.
         scores = self._scorer.score(model, hidden[num_drawn_rows:], batch.scores) if batch.scores else {}
         return StepResult(
@@ -126,7 +125,7 @@ class ModelRunner:
         """The draws of a step: of those that go on, then all others."""
         if step.continued is None:
             return self._sampler.rows(batch.samples)
-        going_on = self._draws.moved(np.array(step.continued.rows, dtype=np.int64))
+        going_on = self._draws.moved(step.continued.rows)
         return going_on.followed_by(self._sampler.rows(batch.samples)) if batch.samples else going_on
 
     def _draw(
@@ -140,7 +139,7 @@ class ModelRunner:
             if found is not None:
                 if profile is not None:
                     profile.head(started)
-                return Drawn([None if token < 0 else token for token in found.tolist()])
+                return Drawn(drawn_tokens(found))
         logits = model.logits(hidden)
         if profile is not None:
             started = profile.head(started)

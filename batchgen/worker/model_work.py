@@ -81,14 +81,13 @@ class ModelWork:
 
     def step(self, batch: InputBatch) -> StepWork:
         """What a batch computes."""
-        positions = batch.positions.cpu().numpy()
+        part = batch.part
         keys, blocks = [], []
-        for window, meta in zip(self.windows, batch.metas, strict=True):
-            seen = positions + 1 if window is None else np.minimum(positions + 1, window)
-            keys.append(int(seen.sum()))
-            tables = meta.block_tables.cpu().numpy()
-            blocks.append(int(np.unique(tables[tables >= 0]).size))
-        return StepWork(len(positions), len(batch.logit_rows), keys, blocks)
+        for window, tables, meta in zip(self.windows, part.tables, batch.metas, strict=True):
+            seen = part.positions if window is None else np.minimum(part.positions, window - 1)
+            keys.append(int(seen.sum()) + len(seen))
+            blocks.append(_num_distinct(tables[:, : meta.block_tables.shape[1]]))
+        return StepWork(len(part.positions), batch.logit_rows.shape[0], keys, blocks)
 
     def bound_s(self, steps: Sequence[StepWork], ceilings: Ceilings) -> dict[str, float]:
         """The least seconds that some steps take, by what takes them."""
@@ -101,3 +100,11 @@ class ModelWork:
         read = np.array([np.dot(step.num_blocks, self.block_bytes) for step in steps], dtype=np.float64)
         attention = np.maximum(key_ops / ceilings.float_ops, read / ceilings.read_bytes)
         return {"matrix_products": float(matrix.sum()), "attention": float(attention.sum())}
+
+
+def _num_distinct(tables: np.ndarray) -> int:
+    """How many blocks tables name; -1 is none."""
+    # Marks in an array are counted ten times as fast as sorted numbers, and this stands in every step.
+    is_named = np.zeros(int(tables.max(initial=-1)) + 2, dtype=np.bool_)
+    is_named[tables] = True
+    return int(np.count_nonzero(is_named[:-1]))

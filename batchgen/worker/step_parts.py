@@ -116,6 +116,11 @@ def cut_tables(tables: np.ndarray, width: int) -> np.ndarray:
     return tables if tables.shape[1] == width else np.ascontiguousarray(tables[:, :width])
 
 
+def blocks_beyond(tables: np.ndarray, width: int) -> bool:
+    """Whether there is a block behind so many columns."""
+    return tables.shape[1] > width and int(tables[:, width:].max(initial=UNKNOWN)) > UNKNOWN
+
+
 def widened_tables(tables: np.ndarray, width: int) -> np.ndarray:
     """The same with more columns, in which there is no block."""
     wide = np.full((len(tables), width), UNKNOWN, dtype=np.int32)

@@ -67,9 +67,19 @@ def test_a_larger_step_is_recorded_anew_a_smaller_one_is_not(
     assert [most.sequences - 2 for most in sizes] == [16, 16, 32, 32]
 
 
-def test_a_step_without_wanted_rows_runs(model: Decoder) -> None:
+def test_a_step_without_wanted_rows_is_recorded_and_writes_its_keys(model: Decoder) -> None:
     recorded, eager = run_both(model, [5], [])
+    assert model.recorded.is_recorded
     assert recorded.shape == eager.shape == (0, 72)
+    eager_keys = [layer.kv.data[0].clone() for layer in model.layers if layer.kv is not None]
+    for layer in model.layers:
+        assert layer.kv is not None
+        layer.kv.data[0].zero_()
+    batch = batch_of(model, [5])
+    model.run(batch.token_ids, batch.positions, batch.metas, batch.logit_rows)
+    keys = [layer.kv.data[0] for layer in model.layers if layer.kv is not None]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(keys, eager_keys, strict=True))
+    assert all(each.abs().sum() > 0 for each in keys)
 
 
 def test_positions_in_several_rows_run_at_once(model: Decoder) -> None:
