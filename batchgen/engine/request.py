@@ -48,6 +48,7 @@ class Request:
         "source",
         "streams",
         "wants_logprobs",
+        "watches_repetition",
     )
 
     def __init__(
@@ -78,7 +79,9 @@ class Request:
         limit = max_model_len if params.max_tokens is None else len(self.prompt) + params.max_tokens
         self.max_total_tokens = min(limit, max_model_len)
         self.eos_ids = frozenset() if params.ignore_eos else eos_token_ids
-        self.end_ids = self.eos_ids.union(params.stop_token_ids)
+        # The same set for all requests if it can be: it is looked into for every token.
+        self.end_ids = self.eos_ids.union(params.stop_token_ids) if params.stop_token_ids else self.eos_ids
+        self.watches_repetition = params.repetition_detection is not None
         # What is kept from being drawn before `min_tokens`; an id that the logits do not have needs no mask.
         self.rules = DrawRules(
             params,

@@ -127,7 +127,7 @@ class RequestTable:
         tokens.append(token)
         self._counters.generation_tokens += 1
         may_end = token in request.end_ids or len(tokens) >= request.max_total_tokens
-        if may_end or is_complete or request.params.repetition_detection is not None:
+        if may_end or is_complete or request.watches_repetition:
             stop = check_stop(sequence, is_complete)
             if stop is not None:
                 self.finish(sequence, stop)
