@@ -92,7 +92,7 @@ class KernelBackend(ABC):
         """Bytes of one block as `allocate_kv` lays it out."""
         return spec.block_bytes
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, is_head: bool) -> PackedLinear:
         """See `Kernels.pack_linear`."""
         raise NotImplementedError
 

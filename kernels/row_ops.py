@@ -35,14 +35,18 @@ class RowOps:
         )
         self._silu_mul, self._quantizer = backends["silu_mul"].silu_mul, backends["quantize"]
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, is_head: bool = False
+    ) -> PackedLinear:
         """Lay a linear layer's weight out as its backend wants it.
+
+        For a head, whose largest results will be asked for, a backend may keep more than the weight.
 
         Shapes: weight [N, K]; bias [N] or None; of any floating dtype.
         In place: the weight may be kept without a copy, so the caller must neither change nor keep it.
         """
         weight_checks.check_weight(self.home, weight, bias)
-        return self._pack_linear(weight, bias)
+        return self._pack_linear(weight, bias, is_head)
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Lay a weight of integers out for `linear` of quantized activations.

@@ -55,7 +55,7 @@ class Unquantized(LinearMethod):
         assert weights.weight is not None
         weight, bias = weights.weight.contiguous(), weights.bias
         weights.weight = weights.bias = None
-        weights.packed = self.kernels.pack_linear(weight, bias)
+        weights.packed = self.kernels.pack_linear(weight, bias, is_head=shape.kind == "lm_head")
 
     @override
     def apply(self, weights: FloatWeights, x: Activation, out: Tensor | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from benchmarks.engine.example_texts import beginnings
 class ReorderedLinear(PackedLinear):
     """A weight in the layout that oneDNN likes; the plain one is kept for the rows of a tied embedding."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_head: bool):
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias = weight, bias
         self.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 64)

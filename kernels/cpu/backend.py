@@ -68,8 +68,8 @@ class CpuBackend(KernelBackend):
         return CpuProgram(self.library, tape)
 
     @override
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        return linear.CpuLinear(self.calls, self._weights, weight, bias)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, is_head: bool) -> PackedLinear:
+        return linear.CpuLinear(self.calls, self._weights, weight, bias, is_head)
 
     @override
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:

@@ -4,20 +4,21 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.backend import PackedLinear
+from batchgen.kernels.cpu import int8
 from batchgen.kernels.cpu.calls import Calls, Field, Operation
 from batchgen.kernels.cpu.int8 import CpuInt8Linear
 from batchgen.kernels.cpu.linear import CpuLinear
 from batchgen.kernels.quantized import Quantized
 
-_PRODUCT, _PRODUCT_INT8 = "pnpppsnn", "pnnpppnsnn"
+_PRODUCT = "pnpppsnn"
 _GREEDY = Operation("greedy_linear", _PRODUCT + "nnp", door="linear_argmax")
-_GREEDY_INT8 = Operation("greedy_linear_int8", _PRODUCT_INT8 + "nnp", door="linear_argmax")
+_GREEDY_INT8 = Operation("greedy_linear_int8", int8.PRODUCT + "nnp", door="linear_argmax")
 _PICK = Operation("greedy_pick", "pnps", door="linear_argmax")
 _DRAW = tuple(
     Operation(f"draw_linear_{part}", _PRODUCT + "nnppppp", door="linear_draw") for part in ("scan", "pick")
 )
 _DRAW_INT8 = tuple(
-    Operation(f"draw_linear_int8_{part}", _PRODUCT_INT8 + "nnppppp", door="linear_draw")
+    Operation(f"draw_linear_int8_{part}", int8.PRODUCT + "nnppppp", door="linear_draw")
     for part in ("scan", "pick")
 )
 
@@ -31,6 +32,10 @@ def linear_argmax(calls: Calls, x: Tensor | Quantized, packed: PackedLinear, wid
     product, rows = _product(x, packed)
     tokens = torch.empty(rows, dtype=torch.int64)
     slots = _chunks(width)
+    if isinstance(packed, CpuLinear) and packed.screen is not None:
+        assert isinstance(x, Tensor)
+        packed.screen.argmax(calls, x, product, width, slots, tokens)
+        return tokens
     best = torch.empty(slots * rows * _BEST_BYTES, dtype=torch.uint8)
     search = _GREEDY_INT8 if isinstance(x, Quantized) else _GREEDY
     calls.together([(search, (*product, width, slots, best)), (_PICK, (best, slots, tokens, rows))])
@@ -63,11 +68,7 @@ def _product(x: Tensor | Quantized, packed: PackedLinear) -> tuple[tuple[Field, 
     """The fields of a product that is written nowhere, and its rows."""
     if isinstance(x, Quantized):
         assert isinstance(packed, CpuInt8Linear)
-        (rows, planes, _), columns = x.values.shape, packed.out_features
-        return (
-            x.values, x.values.stride(0), planes, x.scale, packed.panels, None, columns, rows, columns,
-            packed.depth,
-        ), rows  # fmt: skip
+        return int8.product(x, packed), x.values.shape[0]
     assert isinstance(packed, CpuLinear)
     rows, depth = x.shape
     return (x, x.stride(0), packed.panels, packed.bias, None, rows, packed.out_features, depth), rows

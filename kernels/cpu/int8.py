@@ -6,11 +6,12 @@ from typing_extensions import override
 
 from batchgen.errors import KernelError
 from batchgen.kernels.backend import PackedLinear
-from batchgen.kernels.cpu.calls import Calls, Operation
+from batchgen.kernels.cpu.calls import Calls, Field, Operation
 from batchgen.kernels.cpu.memory import Arena
 from batchgen.kernels.quantized import GROUP, Quantized
 
-_LINEAR = Operation("linear_int8", "pnnpppnsnn", door="linear")
+PRODUCT = "pnnpppnsnn"  # fields of LinearInt8
+_LINEAR = Operation("linear_int8", PRODUCT, door="linear")
 _QUANTIZE = Operation("quantize", "pnpnnnpsn")
 _NORM_QUANTIZE = Operation("norm_quantize", "pnpppnnnpsnd", door="rms_norm")
 _ROUNDING_LOSS = Operation("rounding_loss", "ppnpppnn")
@@ -62,8 +63,22 @@ def _target(out: Quantized) -> tuple[Tensor, int, int, int, Tensor, int]:
 
 def quantize(calls: Calls, x: Tensor, out: Quantized) -> Quantized:
     """See `Kernels.quantize`."""
-    calls(_QUANTIZE, x, x.stride(0), *_target(out), out.width)
+    operation, fields = quantizing(x, out)
+    calls(operation, *fields)
     return out
+
+
+def quantizing(x: Tensor, out: Quantized) -> tuple[Operation, tuple[Field, ...]]:
+    """`quantize` as one of several operations."""
+    return _QUANTIZE, (x, x.stride(0), *_target(out), out.width)
+
+
+def product(x: Quantized, packed: CpuInt8Linear) -> tuple[Field, ...]:
+    """The fields of a product that is written nowhere."""
+    (rows, planes, _), columns = x.values.shape, packed.out_features
+    return (
+        x.values, x.values.stride(0), planes, x.scale, packed.panels, None, columns, rows, columns, packed.depth,
+    )  # fmt: skip
 
 
 def norm_quantize(

@@ -14,6 +14,9 @@
     X(greedy_linear) \
     X(greedy_linear_int8) \
     X(greedy_pick) \
+    X(rounding_distance) \
+    X(greedy_screen) \
+    X(greedy_screen_pick) \
     X(draw_linear_scan) \
     X(draw_linear_pick) \
     X(draw_linear_int8_scan) \

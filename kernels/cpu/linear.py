@@ -2,10 +2,12 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from batchgen.kernels.backend import PackedLinear
 from batchgen.kernels.cpu.calls import Calls, Operation
 from batchgen.kernels.cpu.memory import Arena
+from batchgen.kernels.cpu.screen import Screen
 
 _LINEAR = Operation("linear", "pnpppsnn")
 _GATHER_PACKED = Operation("gather_packed", "pppsnn", door="gather_rows")
@@ -13,9 +15,12 @@ _GATHER_ROWS = Operation("gather_rows", "pppsnn")
 
 
 class CpuLinear(PackedLinear):
-    """A weight in panels of columns (linear.c)."""
+    """A weight in panels of columns (linear.c).
 
-    def __init__(self, calls: Calls, arena: Arena, weight: Tensor, bias: Tensor | None):
+    `screen` finds the largest of its results, where it was asked for and pays.
+    """
+
+    def __init__(self, calls: Calls, arena: Arena, weight: Tensor, bias: Tensor | None, is_head: bool):
         library = calls.library
         self.out_features, self.in_features = weight.shape
         panels = -(-self.out_features // library.panel)
@@ -23,10 +28,14 @@ class CpuLinear(PackedLinear):
         weight = weight.detach().to(torch.float32).contiguous()
         library.linear_pack(weight.data_ptr(), self.panels.data_ptr(), *weight.shape, torch.get_num_threads())
         self.bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+        self.screen: Screen | None = None
+        if is_head and bias is None and Screen.pays(library):
+            self.screen = Screen(calls, arena, weight)
 
+    @override
     def tensors(self) -> list[Tensor]:
-        """The panels and the bias."""
-        return [self.panels] if self.bias is None else [self.panels, self.bias]
+        found = [self.panels] if self.bias is None else [self.panels, self.bias]
+        return found if self.screen is None else [*found, *self.screen.tensors()]
 
 
 def linear(calls: Calls, x: Tensor, packed: CpuLinear, out: Tensor | None) -> Tensor:

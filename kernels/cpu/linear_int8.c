@@ -45,6 +45,15 @@ int64_t bg_int8_use_amx(int64_t is_wanted) {
     return uses_amx();
 }
 
+/* Whether a product of integers is many times as fast here as one of floats. */
+int64_t bg_int8_is_fast(void) {
+#if defined(__AVX512VNNI__)
+    return 1;
+#else
+    return uses_amx();
+#endif
+}
+
 static int64_t row_groups(int64_t rows) { return (rows + ROW_GROUP - 1) / ROW_GROUP; }
 
 static int64_t chunks(const void *args, const Step *step) {

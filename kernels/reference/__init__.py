@@ -25,7 +25,7 @@ class ReferenceBackend(KernelBackend):
     )
 
     @override
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, is_head: bool) -> PackedLinear:
         return ReferenceLinear(weight, bias)
 
     @override

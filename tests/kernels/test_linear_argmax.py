@@ -1,10 +1,13 @@
 """The largest result of a linear layer: what a greedy draw takes from its results, without writing them."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from batchgen.kernels.ops import Kernels, PackedLinear, choose
+from batchgen.kernels.cpu.screen import Screen
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.sampling import Draws
 
@@ -17,6 +20,13 @@ def kernels() -> Kernels:
     if found.choices["linear"].backend != "cpu":
         pytest.skip("no C kernels")
     return found
+
+
+@pytest.fixture
+def heads(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Kernels that look for the largest result among those that integers leave, whatever that costs here."""
+    monkeypatch.setattr(Screen, "pays", lambda library: True)
+    return kernels
 
 
 def greedy(kernels: Kernels, logits: Tensor) -> list[int]:
@@ -92,3 +102,57 @@ def test_a_draw_by_temperature_is_that_from_the_results(
         found = kernels.linear_draw(x, packed, vocab, temperature, uniform)
         assert found is not None
         assert found.tolist() == kernels.sample(logits[:, :vocab].contiguous(), draws).tolist()
+
+
+def outliers(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, ::37] *= 3000.0
+    return x
+
+
+@pytest.mark.parametrize("rows", [1, 3, 65, 130])
+@pytest.mark.parametrize(("columns", "vocab"), [(40, 40), (1000, 701), (3001, 2999)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, weight: (x, weight),
+        lambda x, weight: (outliers(x), outliers(weight)),
+        lambda x, weight: (x * 1e-30, weight),
+        lambda x, weight: (x * 1e25, weight * 1e-35),
+        # All results of a row within some units in the last place.
+        lambda x, weight: (x, weight[:1] + 1e-7 * weight),
+        lambda x, weight: (x, weight.round() * 0.01),
+        lambda x, weight: (0 * x, weight),
+        lambda x, weight: (x.abs(), -weight.abs()),
+    ],
+    ids=["normal", "outliers", "small", "large", "close", "equal", "zeros", "negative"],
+)
+def test_a_head_finds_the_largest_among_what_integers_leave(
+    heads: Kernels, rows: int, columns: int, vocab: int, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> None:
+    draw = torch.Generator().manual_seed(rows + columns)
+    x, weight = change(torch.randn(rows, WIDTH, generator=draw), torch.randn(columns, WIDTH, generator=draw))
+    packed = heads.pack_linear(weight.clone(), is_head=True)
+    assert len(packed.tensors()) > len(heads.pack_linear(weight.clone()).tensors())
+    found = heads.linear_argmax(x, packed, vocab)
+    assert found is not None
+    logits = heads.linear(x, packed)[:, :vocab]
+    assert found.tolist() == greedy(heads, logits.contiguous())
+
+
+def test_a_head_with_results_that_are_no_numbers(heads: Kernels) -> None:
+    weight, x = torch.randn(600, WIDTH), torch.randn(8, WIDTH)
+    weight[300, 5], weight[301, 6] = float("inf"), float("nan")
+    weight[302] = 1e-42
+    x[:5, 5:7] = 0.0
+    x[1], x[2, 9], x[3, 9] = 1e30, float("inf"), float("nan")
+    for height in (x[:5], x[5:6], x[6:]):
+        packed = heads.pack_linear(weight.clone(), is_head=True)
+        found = heads.linear_argmax(height, packed, 600)
+        assert found is not None
+        assert found.tolist() == greedy(heads, heads.linear(height, packed))
+    clean = heads.pack_linear(weight.nan_to_num(0.0, 0.0, 0.0), is_head=True)
+    found = heads.linear_argmax(x, clean, 600)
+    assert found is not None
+    assert found.tolist() == greedy(heads, heads.linear(x, clean))
+    assert (found >= 0).tolist() == [True, True, False, False, True, True, True, True]

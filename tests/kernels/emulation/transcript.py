@@ -35,7 +35,7 @@ WIDEST_PANEL = 32
 # Functions of the library that the driver calls by name. Others answer at once, or measure.
 CALLED = frozenset(_SIGNATURES) - {
     "bg_panel", "bg_run", "bg_run_once", "bg_attention_plan_new", "bg_attention_plan_free", "bg_int8_use_amx",
-    "bg_int8_bytes", "bg_ceilings",
+    "bg_int8_bytes", "bg_int8_is_fast", "bg_ceilings",
 }  # fmt: skip
 _PLANS = 1 << 62  # where made-up addresses of plans begin
 _RECORD = struct.Struct(f"={OP_FIELDS}q")

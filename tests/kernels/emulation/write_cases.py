@@ -24,6 +24,7 @@ from batchgen.kernels.cases import CASES, KV_TOLERANCE, AttentionCase, make_inpu
 from batchgen.kernels.cpu import dequantize as dequantizing
 from batchgen.kernels.cpu.dequantize import _BLOCKS as BLOCKS
 from batchgen.kernels.cpu.dequantize import dequantize
+from batchgen.kernels.cpu.screen import Screen
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec
 from batchgen.kernels.ops import Quantized, choose
 from batchgen.kernels.program import StepSizes
@@ -195,11 +196,26 @@ def drawn(run: Run, bits: int) -> None:
             if found is None:  # the reference has none
                 found = run.kernels.sample(run.kernels.linear(given, packed)[:, :width].contiguous(), draws)
             run.equal(f"draws of {width}", found)
-        best = run.kernels.linear_argmax(given, packed, width)
-        if best is None:
-            top = run.kernels.linear(given, packed)[:, :width].max(1)
-            best = torch.where(top.values.isnan(), -1, top.indices)
-        run.equal(f"best of {width}", best)
+        run.equal(f"best of {width}", _best(run, given, packed, width))
+
+
+def head(run: Run) -> None:
+    """The largest result of a head's rows, all columns or the first only; a row that holds a NaN has none."""
+    x, weight = run.draw(70, 48), run.draw(700, 48)
+    x[7, 5], x[8] = NAN, 0.0
+    weight[500] = weight[20]
+    with patch.object(Screen, "pays", lambda library: True):
+        packed = run.kernels.pack_linear(weight, is_head=True)
+    for width in (700, 500, 3):
+        run.equal(f"best of {width}", _best(run, x, packed, width))
+
+
+def _best(run: Run, x: Any, packed: Any, width: int) -> Tensor:
+    best = run.kernels.linear_argmax(x, packed, width)
+    if best is None:  # the reference has none
+        top = run.kernels.linear(x, packed)[:, :width].max(1)
+        best = torch.where(top.values.isnan(), -1, top.indices)
+    return best
 
 
 def kept(run: Run, kv_dtype: str) -> None:
@@ -363,6 +379,7 @@ def all_cases() -> Iterator[tuple[str, str, Case]]:
                 yield name, "float32", partial(integer_linear, shape=shape, bits=bits, is_full=is_full)
     for bits in (8, 16, 32):
         yield f"drawn from products, {bits} bits", "float32", partial(drawn, bits=bits)
+    yield "head", "float32", head
     for kv_dtype in KV_DTYPES:
         if kv_dtype != "int8":
             yield f"kept in {kv_dtype}", "float32", partial(kept, kv_dtype=kv_dtype)
