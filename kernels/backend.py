@@ -61,6 +61,8 @@ class PackedLinear(ABC):
 
     in_features: int
     out_features: int
+    # Integers that are multiplied first, in 16 bits, where only the largest result of a row is asked for.
+    screen: "PackedLinear | None" = None
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from batchgen.errors import WeightsError
-from batchgen.kernels.ops import Activation
+from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.layers.parallel import ParallelContext
 from batchgen.quantization.base import LinearMethod, LinearShape, ParameterLayout
 
@@ -95,6 +95,11 @@ class LinearLayer:
         if self.parallel.size > 1:
             return None
         return self.method.argmax(self.weights, x, width)
+
+    @property
+    def screen(self) -> PackedLinear | None:
+        """What `argmax` multiplies first and reads whole; None: the weights themselves."""
+        return self.method.screen(self.weights)
 
     def draw(self, x: Activation, width: int, temperature: Tensor, uniform: Tensor) -> Tensor | None:
         """A token drawn from the first `width` outputs of each row; None where that is not built."""

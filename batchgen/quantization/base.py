@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import UnsupportedModelError
-from batchgen.kernels.ops import Activation, Kernels
+from batchgen.kernels.ops import Activation, Kernels, PackedLinear
 from batchgen.registry import Registry
 
 
@@ -116,6 +116,10 @@ class LinearMethod(ABC):
 
         See `Kernels.linear_argmax`; None where that is not built.
         """
+        return None
+
+    def screen(self, weights: Any) -> PackedLinear | None:
+        """What `argmax` multiplies first and reads whole; None: the weights themselves."""
         return None
 
     def draw(

@@ -68,6 +68,10 @@ class Unquantized(LinearMethod):
         return None if isinstance(x, Quantized) else self.kernels.linear_argmax(x, weights.packed, width)
 
     @override
+    def screen(self, weights: FloatWeights) -> PackedLinear | None:
+        return None if weights.packed is None else weights.packed.screen
+
+    @override
     def draw(
         self, weights: FloatWeights, x: Activation, width: int, temperature: Tensor, uniform: Tensor
     ) -> Tensor | None:

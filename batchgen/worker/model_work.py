@@ -33,13 +33,15 @@ class _Products:
         """Count a layer; an adapter's own products are left out."""
         if not isinstance(layer, LinearLayer):
             return
-        ops = 2 * layer.shape.in_features * layer.shape.out_features
-        if layer.input_bits is None:
+        ops, screen = 2 * layer.shape.in_features * layer.shape.out_features, layer.screen
+        bits = layer.input_bits if screen is None else 16
+        if bits is None:
             self.float_ops += ops
         else:
             # 16 bits are multiplied as two times 8.
-            self.int8_ops += ops * layer.input_bits // 8
-        self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in layer.tensors())
+            self.int8_ops += ops * bits // 8
+        kept = layer.tensors() if screen is None else screen.tensors()
+        self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     def seconds(self, rows: "np.ndarray", ceilings: Ceilings) -> "np.ndarray":
         """Time of the products for so many rows."""
@@ -53,8 +55,9 @@ class ModelWork:
 
     A step multiplies every row by every weight, and reads every weight once. Its attention multiplies every
     query by every key that it sees and sums as many values, and reads each KV block once, however many of its
-    sequences share that. Of operations and reading, whichever takes longer counts. The rest, elementwise work
-    and drawing, counts nothing.
+    sequences share that. Of operations and reading, whichever takes longer counts. A head that is looked
+    through as integers for greedy rows counts as these. The rest, elementwise work and drawing, counts
+    nothing.
     """
 
     windows: tuple[int | None, ...]

@@ -77,7 +77,8 @@ def product(x: Quantized, packed: CpuInt8Linear) -> tuple[Field, ...]:
     """The fields of a product that is written nowhere."""
     (rows, planes, _), columns = x.values.shape, packed.out_features
     return (
-        x.values, x.values.stride(0), planes, x.scale, packed.panels, None, columns, rows, columns, packed.depth,
+        x.values, x.values.stride(0), planes, x.scale, packed.panels, None, columns, rows, columns,
+        packed.depth,
     )  # fmt: skip
 
 

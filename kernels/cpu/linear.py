@@ -15,10 +15,9 @@ _GATHER_ROWS = Operation("gather_rows", "pppsnn")
 
 
 class CpuLinear(PackedLinear):
-    """A weight in panels of columns (linear.c).
+    """A weight in panels of columns (linear.c)."""
 
-    `screen` finds the largest of its results, where it was asked for and pays.
-    """
+    screen: Screen | None
 
     def __init__(self, calls: Calls, arena: Arena, weight: Tensor, bias: Tensor | None, is_head: bool):
         library = calls.library
@@ -28,7 +27,7 @@ class CpuLinear(PackedLinear):
         weight = weight.detach().to(torch.float32).contiguous()
         library.linear_pack(weight.data_ptr(), self.panels.data_ptr(), *weight.shape, torch.get_num_threads())
         self.bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
-        self.screen: Screen | None = None
+        self.screen = None
         if is_head and bias is None and Screen.pays(library):
             self.screen = Screen(calls, arena, weight)
 

@@ -1,8 +1,10 @@
-"""Screen: the largest results of a float32 product, found among those that integers leave: calls into screen.c."""
+"""Screen: the largest of a float32 product, found among what integers leave: calls into screen.c."""
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from batchgen.kernels.backend import PackedLinear
 from batchgen.kernels.cpu import int8
 from batchgen.kernels.cpu.calls import Calls, Field, Operation
 from batchgen.kernels.cpu.library import Library
@@ -16,11 +18,11 @@ _PICK = Operation("greedy_screen_pick", "pnpppsnn" + "nnppp", door="linear_argma
 _COLUMNS, _SPAN = 256, 32
 
 
-class Screen:
+class Screen(PackedLinear):
     """A weight [N, K] rounded to integers, and how far each output's weights are from them."""
 
     def __init__(self, calls: Calls, arena: Arena, weight: Tensor):
-        num_outputs, num_inputs = weight.shape
+        num_outputs, num_inputs = self.out_features, self.in_features = weight.shape
         padded = -(-num_outputs // _COLUMNS) * _COLUMNS
         self._length, self._distance = torch.empty(padded).zero_(), torch.empty(padded).zero_()
         rounded = Quantized.empty(num_outputs, num_inputs, 8)
@@ -34,8 +36,8 @@ class Screen:
         """Whether integers are so much faster here that looking twice costs less than multiplying floats."""
         return bool(library.int8_is_fast())
 
+    @override
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
         return [*self._coarse.tensors(), self._length, self._distance]
 
     def argmax(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels.ops import Kernels, PackedLinear, choose
 from batchgen.kernels.cpu.screen import Screen
+from batchgen.kernels.ops import Kernels, PackedLinear, choose
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.sampling import Draws
 
@@ -128,7 +128,11 @@ def outliers(x: Tensor) -> Tensor:
     ids=["normal", "outliers", "small", "large", "close", "equal", "zeros", "negative"],
 )
 def test_a_head_finds_the_largest_among_what_integers_leave(
-    heads: Kernels, rows: int, columns: int, vocab: int, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    heads: Kernels,
+    rows: int,
+    columns: int,
+    vocab: int,
+    change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> None:
     draw = torch.Generator().manual_seed(rows + columns)
     x, weight = change(torch.randn(rows, WIDTH, generator=draw), torch.randn(columns, WIDTH, generator=draw))
