@@ -1,6 +1,7 @@
 """Ceilings: the rates that bound every kernel on a machine."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +18,12 @@ class Ceilings:
     int8_ops: float
     read_bytes: float
 
-    def best_of(self, other: "Ceilings") -> "Ceilings":
-        """The higher of both; a measurement is now and then disturbed, never helped."""
-        return Ceilings(
-            max(self.float_ops, other.float_ops),
-            max(self.int8_ops, other.int8_ops),
-            max(self.read_bytes, other.read_bytes),
-        )
+    @staticmethod
+    def best(samples: Sequence["Ceilings"]) -> "Ceilings":
+        """The highest rates; a sample is now and then disturbed, never helped."""
+        return Ceilings(*map(max, zip(*map(astuple, samples), strict=True)))
+
+    @staticmethod
+    def mean(samples: Sequence["Ceilings"]) -> "Ceilings":
+        """The rates of a time over which samples were taken evenly."""
+        return Ceilings(*(sum(rates) / len(samples) for rates in zip(*map(astuple, samples), strict=True)))

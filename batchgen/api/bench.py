@@ -42,7 +42,8 @@ def bench(
 ) -> BenchReport:
     """Run a workload and measure it: the rates, the machine's ceilings, the bound that they set, the parts.
 
-    A few tokens are generated first, untimed. The machine is measured just before and just after the run.
+    A few tokens are generated first, untimed. The machine is measured before and after the run and every half
+    second of it; that time is left out.
 
     Args:
         model: as `LLM` takes it; with a job, the job's own.
@@ -133,7 +134,7 @@ def _measure(
         input_tokens=sum(len(output.prompt_token_ids) for output in done),
         cached_tokens=sum(output.num_cached_tokens for output in done),
         output_tokens=sum(_num_tokens(output) for output in done),
-        seconds=seconds,
+        seconds=seconds - profile.measuring_s,
         profile=profile,
         decisions=engine.info.decisions,
         environment=dict(engine.info.environment),

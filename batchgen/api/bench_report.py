@@ -22,7 +22,7 @@ class BenchReport:
         first_failure: which request failed first, and why.
         input_tokens, cached_tokens: of the prompts; of these, found in the prefix cache.
         output_tokens: generated.
-        seconds: from the first request to the last output.
+        seconds: from the first request to the last output, without what measuring the machine took.
         profile: of the engine in that time.
         decisions: what the engine resolved, with reasons.
         environment: library versions, instruction set, threads.
@@ -61,7 +61,7 @@ class BenchReport:
     def bound_share(self) -> float | None:
         """How much of what the machine allows was reached: `bound_s` over `seconds`.
 
-        It is above 1 where the machine ran faster than when its ceilings were measured.
+        It is above 1 where the machine ran faster than in the moments when it was measured.
         """
         return None if self.bound_s is None else self.bound_s / self.seconds
 
@@ -132,12 +132,12 @@ class BenchReport:
         is_above = any(
             _percent(least, self.profile.seconds[name]) > 100 for name, least in self.profile.bound_s.items()
         )
-        above = ["Above 100 %: the machine ran faster than when it was measured."] if is_above else []
+        above = ["Above 100 %: the machine was faster than when it was measured."] if is_above else []
         return [
             "",
-            f"This machine does at most {ceilings['float_ops'] / 1e9:,.0f} float32 GFLOP/s and "
-            f"{ceilings['int8_ops'] / 1e9:,.0f} int8 Gop/s, and reads {ceilings['read_bytes'] / 1e9:.1f} "
-            "GB/s (measured before and after the run).",
+            f"This machine did at most {ceilings['float_ops'] / 1e9:,.0f} float32 GFLOP/s and "
+            f"{ceilings['int8_ops'] / 1e9:,.0f} int8 Gop/s, and read {ceilings['read_bytes'] / 1e9:.1f} "
+            "GB/s (the mean of measurements before, during and after the run).",
             "'At least' is the time of a step's matrix products, or of reading the weights once, and of its "
             "attention, or of reading each KV block once, at these rates.",
             *above,

@@ -168,12 +168,13 @@ class EngineProfile:
     Args:
         seconds: part -> seconds; "scheduling" is what a step takes beside kernels and drawing, "idle" the
             time between steps. They add up to `wall_s`.
-        wall_s: between the two calls.
+        wall_s: between the two calls, without `measuring_s`.
         num_steps, num_tokens, num_rows: steps, tokens computed, and rows of logits.
-        ceilings: rate -> of this machine: float_ops, int8_ops and read_bytes a second; empty where they
-            cannot be measured.
+        ceilings: rate -> of this machine: float_ops, int8_ops and read_bytes a second, the mean over that
+            time; empty where they cannot be measured.
         bound_s: the least seconds that matrix_products and attention take on such a machine, whatever the
             kernels.
+        measuring_s: time in the midst of steps that measuring the machine took; in no part.
     """
 
     seconds: Mapping[str, float]
@@ -183,6 +184,7 @@ class EngineProfile:
     num_rows: int
     ceilings: Mapping[str, float]
     bound_s: Mapping[str, float]
+    measuring_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

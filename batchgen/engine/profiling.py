@@ -39,10 +39,12 @@ class Profiling:
         """What was kept; nothing is kept any more."""
         wall_s = time.perf_counter() - self._begun_at
         found = self._executor.end_profile()
-        scheduling_s = self._busy_s - sum(found.seconds.values())
+        busy_s = self._busy_s - found.measuring_s
+        scheduling_s = busy_s - sum(found.seconds.values())
         return EngineProfile(
             seconds={**found.seconds, "scheduling": scheduling_s, "idle": wall_s - self._busy_s},
-            wall_s=wall_s,
+            wall_s=wall_s - found.measuring_s,
+            measuring_s=found.measuring_s,
             num_steps=self._counters.num_steps - self._first_step,
             num_tokens=found.num_tokens,
             num_rows=found.num_rows,

@@ -48,9 +48,10 @@ class ExecutorProfile:
         seconds: part of a step -> time in kernels, and in drawing tokens.
         num_tokens: computed.
         num_rows: of logits.
-        ceilings: of this machine; None where they cannot be measured.
+        ceilings: of this machine, the mean over that time; None where they cannot be measured.
         bound_s: part -> the least seconds of it on this machine, whatever the kernels; empty without
             ceilings.
+        measuring_s: time in the midst of steps that measuring the machine took; in no part.
     """
 
     seconds: Mapping[str, float]
@@ -58,6 +59,7 @@ class ExecutorProfile:
     num_rows: int
     ceilings: Ceilings | None
     bound_s: Mapping[str, float]
+    measuring_s: float = 0.0
 
 
 class Executor(Protocol):

@@ -115,7 +115,7 @@ def main() -> None:
                 num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, shared=shared,
             )  # fmt: skip
             again = ceilings.measure(1 << 40)
-            most = most if again is None else most.best_of(again)
+            most = most if again is None else Ceilings.best([most, again])
             times = measure(case, arguments.repeats)
             if not arguments.no_save:
                 record.append("kernels_attention", *_line(case, times, most, arguments.threads))

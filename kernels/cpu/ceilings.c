@@ -108,50 +108,41 @@ static double int8_round(void) {
     return byte_round();
 }
 
-/* Operations a second of all threads together, the best of several tries of `seconds` each. */
+/* Operations a second of all threads together, over so many seconds. */
 static double rate(double (*round)(void), int threads, double seconds) {
-    double best = 0.0;
-    for (int attempt = 0; attempt < 5; attempt++) {
-        double total = 0.0;
+    double total = 0.0;
 #pragma omp parallel num_threads(threads) reduction(+ : total)
-        {
-            double begin = omp_get_wtime(), end = begin, done = 0.0;
-            do {
-                done += round();
-                end = omp_get_wtime();
-            } while (end - begin < seconds);
-            total += done / (end - begin);
-        }
-        if (total > best) best = total;
+    {
+        double begin = omp_get_wtime(), end = begin, done = 0.0;
+        do {
+            done += round();
+            end = omp_get_wtime();
+        } while (end - begin < seconds);
+        total += done / (end - begin);
     }
-    return best;
+    return total;
 }
 
-/* Bytes a second of reading `count` floats, the best of several tries. */
+/* Bytes a second of reading `count` floats. */
 static double reading(const float *memory, int64_t count, int threads) {
-    double best = 0.0;
-    for (int attempt = 0; attempt < 5; attempt++) {
-        double begin = omp_get_wtime();
+    double begin = omp_get_wtime();
 #pragma omp parallel num_threads(threads)
-        {
-            int64_t threads_now = omp_get_num_threads(), thread = omp_get_thread_num();
-            int64_t from = count * thread / threads_now, to = count * (thread + 1) / threads_now;
-            vf sums[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
-            for (int64_t i = from; i + 4 * VW <= to; i += 4 * VW) {
-                for (int v = 0; v < 4; v++) sums[v] += vf_load(memory + i + v * VW);
-            }
-            KEEP(sums);
+    {
+        int64_t threads_now = omp_get_num_threads(), thread = omp_get_thread_num();
+        int64_t from = count * thread / threads_now, to = count * (thread + 1) / threads_now;
+        vf sums[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
+        for (int64_t i = from; i + 4 * VW <= to; i += 4 * VW) {
+            for (int v = 0; v < 4; v++) sums[v] += vf_load(memory + i + v * VW);
         }
-        double found = (double)(count * 4) / (omp_get_wtime() - begin);
-        if (found > best) best = found;
+        KEEP(sums);
     }
-    return best;
+    return (double)(count * 4) / (omp_get_wtime() - begin);
 }
 
-/* rates [3]: float32 operations, 8-bit operations, bytes read a second. `memory` holds `count` floats, larger than the
- * caches. */
+/* rates [3]: float32 operations, 8-bit operations, bytes read a second, as they are now. `memory` holds `count` floats
+ * that are not in the caches. */
 void bg_ceilings(const float *memory, int64_t count, double *rates, int threads) {
-    rates[0] = rate(float_round, threads, 0.02);
-    rates[1] = rate(int8_round, threads, 0.02);
+    rates[0] = rate(float_round, threads, 0.005);
+    rates[1] = rate(int8_round, threads, 0.005);
     rates[2] = reading(memory, count, threads);
 }

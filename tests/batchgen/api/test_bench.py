@@ -164,7 +164,7 @@ def test_more_than_the_ceiling_is_explained(bound_s: float, is_said: bool) -> No
     )  # fmt: skip
     text = str(report_of(profile))
     assert ("103%" in text) is is_said
-    assert ("Above 100 %: the machine ran faster than when it was measured." in text) is is_said
+    assert ("Above 100 %: the machine was faster than when it was measured." in text) is is_said
     assert "1 step)" in text
 
 
