@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchgen.models")
 
 # Recordings are made for as many of everything as a power of two, from this one on.
-_FEWEST = 16
+_FEWEST = 64
 # Of torch, what a recorded pass may call: it takes memory or looks at memory in another way.
 _HARMLESS = {
     "empty", "view", "_unsafe_view", "slice", "select", "as_strided", "split", "split_with_sizes", "unbind",
@@ -110,6 +110,15 @@ class NotRecordable(Exception):
 
 
 @dataclass(slots=True)
+class _Part:
+    """The beginnings of a recording's tensors that a step of some sizes uses; the next one is often as large."""
+
+    sizes: StepSizes
+    inputs: list[Tensor]
+    hidden: Tensor
+
+
+@dataclass(slots=True)
 class _Recording:
     """A program, the tensors that it reads a step's numbers from, and that with its result."""
 
@@ -120,6 +129,7 @@ class _Recording:
     rows: Tensor
     metas: list[AttentionMeta]
     hidden: Tensor
+    part: _Part
 
     @staticmethod
     def make(model: "Decoder", most: StepSizes, num_groups: int) -> "_Recording | None":
@@ -154,7 +164,8 @@ class _Recording:
         program = model.kernels.record(build, most)
         if program is None:
             return None
-        return _Recording(program, most, token_ids, positions, rows, metas, found[0])
+        nothing = _Part(StepSizes(0, 0, 0, 0), [], found[0])
+        return _Recording(program, most, token_ids, positions, rows, metas, found[0], nothing)
 
     def holds(self, sizes: StepSizes) -> bool:
         """Whether a step of these sizes can run."""
@@ -169,18 +180,31 @@ class _Recording:
         sizes: StepSizes,
     ) -> Tensor:
         """Copy a step's numbers in and run."""
-        self.token_ids[: sizes.tokens].copy_(token_ids)
-        self.positions[: sizes.tokens].copy_(positions)
-        self.rows[: sizes.rows].copy_(rows)
-        for own, given in zip(self.metas, metas, strict=True):
-            own.slot_mapping[: sizes.tokens].copy_(given.slot_mapping)
-            # Rows of the tables lie one after the other in a step, however wide they are.
-            entries = own.block_tables.view(-1)[: sizes.sequences * sizes.table_width]
-            entries.copy_(given.block_tables.view(-1))
-        self.metas[0].query_start_loc[: sizes.sequences + 1].copy_(metas[0].query_start_loc)
-        self.metas[0].seq_lens[: sizes.sequences].copy_(metas[0].seq_lens)
+        if sizes != self.part.sizes:
+            self.part = self._part_of(sizes)
+        first, inputs = metas[0], self.part.inputs
+        given = [token_ids, positions, rows, first.query_start_loc, first.seq_lens]
+        for meta in metas:
+            given += (meta.slot_mapping, meta.block_tables)
+        for own, values in zip(inputs, given, strict=True):
+            own.copy_(values)
         self.program.run(sizes)
-        return self.hidden[: sizes.rows]
+        return self.part.hidden
+
+    def _part_of(self, sizes: StepSizes) -> "_Part":
+        first = self.metas[0]
+        inputs = [
+            self.token_ids[: sizes.tokens],
+            self.positions[: sizes.tokens],
+            self.rows[: sizes.rows],
+            first.query_start_loc[: sizes.sequences + 1],
+            first.seq_lens[: sizes.sequences],
+        ]
+        for meta in self.metas:
+            # Rows of the tables lie one after the other in a step, however wide they are.
+            entries = meta.block_tables.view(-1)[: sizes.sequences * sizes.table_width]
+            inputs += (meta.slot_mapping[: sizes.tokens], entries.view(sizes.sequences, sizes.table_width))
+        return _Part(sizes, inputs, self.hidden[: sizes.rows])
 
 
 def _capacity(wanted: StepSizes, before: _Recording | None) -> StepSizes:

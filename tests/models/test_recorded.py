@@ -22,8 +22,11 @@ QK_NORMS = ("Qwen3ForCausalLM", {"head_dim": 24})
 
 def batch_of(model: Decoder, lengths: list[int]) -> InputBatch:
     """Whole prompts of so many tokens, each with blocks of its own."""
+    blocks = iter(range(80))
     sequences = tuple(
-        ScheduledSequence(index, random_ids(length, seed=index), 0, (list(range(index * 4, index * 4 + 4)),))
+        ScheduledSequence(
+            index, random_ids(length, seed=index), 0, ([next(blocks) for _ in range(-(-length // 16))],)
+        )
         for index, length in enumerate(lengths)
     )
     builder = BatchBuilder(block_size=16, num_groups=1, device=model.device)
@@ -55,16 +58,16 @@ def test_a_larger_step_is_recorded_anew_a_smaller_one_is_not(
 
     monkeypatch.setattr(type(model.kernels), "record", record)
     for lengths, rows in (
-        ([3], [2]), ([9, 5], [8, 13]), ([40, 7, 1], [46]), ([1], [0]), ([2] * 19, [3, 3, 0, 37]),
-        ([33, 30], list(range(63))),
+        ([3], [2]), ([9, 5], [8, 13]), ([90, 7, 1], [96]), ([1], [0]), ([2] * 70, [3, 3, 0, 139]),
+        ([93, 90], list(range(183))),
     ):  # fmt: skip
         recorded, eager = run_both(model, lengths, rows)
         assert model.recorded.is_recorded
         assert torch.equal(recorded, eager)
-    # Sixteen of each to begin with, then powers of two, each of another size than the others.
-    assert [most.tokens for most in sizes] == [16, 64, 64, 64]
-    assert [most.rows - 1 for most in sizes] == [16, 16, 16, 64]
-    assert [most.sequences - 2 for most in sizes] == [16, 16, 32, 32]
+    # 64 of each to begin with, then powers of two, each of another size than the others.
+    assert [most.tokens for most in sizes] == [64, 128, 256, 256]
+    assert [most.rows - 1 for most in sizes] == [64, 64, 64, 256]
+    assert [most.sequences - 2 for most in sizes] == [64, 64, 128, 128]
 
 
 def test_a_step_without_wanted_rows_is_recorded_and_writes_its_keys(model: Decoder) -> None:
