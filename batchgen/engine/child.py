@@ -7,6 +7,7 @@ whatever it is doing.
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import pickle
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import Any
@@ -34,9 +36,7 @@ def main() -> int:
     inbox, outbox = _claim_pipes()
     _ignore_signals()
     faulthandler.enable()
-    for module in sys.argv[1:]:
-        with suppress(Exception):  # whoever needs it imports it again, and says what is wrong
-            import_module(module)
+    _import_for_good(sys.argv[1:])
     content = wire.read(inbox)
     if content is None:
         return 1
@@ -58,6 +58,16 @@ def main() -> int:
     wire.write(outbox, wire.encode((wire.READY, (core.info, core.stats()))))
     _Server(core, inbox, outbox).serve()
     return 0
+
+
+def _import_for_good(modules: Iterable[str]) -> None:
+    """Import modules whose objects are never looked through for garbage, neither now nor later."""
+    gc.disable()
+    for module in modules:
+        with suppress(Exception):  # whoever needs it imports it again, and says what is wrong
+            import_module(module)
+    gc.freeze()
+    gc.enable()
 
 
 class _Server:

@@ -91,5 +91,5 @@ class _Arrivals:
 
 def _mean(x: Tensor) -> Tensor:
     """The mean over tokens, summed one after the other: its bits do not depend on the number of threads."""
-    rows = x[min(_SKIPPED, len(x) - 1) :].to(torch.float64).cpu().numpy()
-    return torch.from_numpy(np.add.reduce(np.ascontiguousarray(rows), axis=0) / len(rows))
+    rows = np.ascontiguousarray(x[min(_SKIPPED, len(x) - 1) :].cpu().numpy())
+    return torch.from_numpy(np.add.reduce(rows, axis=0, dtype=np.float64) / len(rows))

@@ -23,10 +23,12 @@ void bg_int8_pack(const int8_t *weight, const float *scale, const float *bias, i
         for (int64_t c = 0; c < PANEL; c++) {
             int64_t n = panel * PANEL + c;
             int32_t sum = 0;
-            for (int64_t k = 0; n < columns && k < width; k++) {
-                int8_t value = weight[n * width + k];
-                to[k / 4 * 4 * PANEL + c * 4 + k % 4] = value;
-                sum += value;
+            if (n < columns) {
+                const int8_t *row = weight + n * width;
+                int64_t k = 0;
+                for (; k + 4 <= width; k += 4) memcpy(to + k * PANEL + c * 4, row + k, 4);
+                memcpy(to + k * PANEL + c * 4, row + k, (size_t)(width - k));
+                for (k = 0; k < width; k++) sum += row[k];
             }
             scales[n] = n < columns ? scale[n] : 0.0f;
             biases[n] = n < columns && bias ? bias[n] : 0.0f;
