@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from batchgen.engine.beam import Candidates
+from batchgen.engine.going_on import Drafts, StepInFlight
 from batchgen.engine.group import Group
 from batchgen.engine.metrics import Counters
 from batchgen.engine.pins import Pins
@@ -10,7 +11,6 @@ from batchgen.engine.refusals import overflowed, undrawable
 from batchgen.engine.request_table import ERROR, RequestTable
 from batchgen.engine.scheduler_output import StepResult
 from batchgen.engine.sequence import Sequence
-from batchgen.engine.step import Drafts, StepInFlight
 from batchgen.engine.stop import Stop
 from batchgen.errors import EngineError
 from batchgen.outputs import FinishReason, RowFailure

@@ -36,12 +36,13 @@ class RunningPass:
         running = self._table.running
         position = 0
         while position < len(running) and step.budget > 0:
-            group = running[position]
-            if not step.carry_on(group):
+            position = step.carry_on(running, position)
+            if position < len(running) and step.budget > 0:
+                group = running[position]
                 work = self._work(group, step.budget)
                 while work and not self._schedule_group(work, step):
                     work = self._make_room(group, work, step)
-            position += 1
+                position += 1
 
     def run(self, group: Group, step: StepBuilder) -> None:
         """Let a group that was just admitted compute; it waits for the next step if blocks are lacking."""

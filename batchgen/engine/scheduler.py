@@ -10,6 +10,7 @@ from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.costs import CostModel, Costs
 from batchgen.engine.detokenizer import Decoder
 from batchgen.engine.drafting import Drafting
+from batchgen.engine.going_on import StepInFlight
 from batchgen.engine.intake import Intake
 from batchgen.engine.messages import EngineRequest, Limits, SampleOutput
 from batchgen.engine.metrics import Counters
@@ -23,7 +24,7 @@ from batchgen.engine.rules import Chunks, PromptDelay, Rules
 from batchgen.engine.running import RunningPass
 from batchgen.engine.scheduler_output import SchedulerOutput, StepResult
 from batchgen.engine.speculation import Speculation
-from batchgen.engine.step import StepBuilder, StepInFlight
+from batchgen.engine.step import StepBuilder
 from batchgen.engine.swap import Swapper
 from batchgen.errors import EngineError
 from batchgen.outputs import RowFailure

@@ -1,22 +1,19 @@
-"""StepBuilder: a step while it is put together, and what must be remembered of it until its result comes."""
+"""StepBuilder: a step while it is put together."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from batchgen.engine.block_manager import BlockCopy, BlockManager
+from batchgen.engine.going_on import Drafts, GoingOn, StepInFlight
 from batchgen.engine.group import Group
-from batchgen.engine.request import Request
 from batchgen.engine.request_table import RequestTable
 from batchgen.engine.scheduler_output import (
-    Continued,
     PromptScores,
     SamplingRow,
     ScheduledSequence,
     SchedulerOutput,
 )
 from batchgen.engine.sequence import Sequence
-
-Drafts = tuple[int, ...]
 
 
 class Work(NamedTuple):
@@ -35,29 +32,6 @@ class Draftable(NamedTuple):
     sequence: Sequence
     place: int
     draw: int
-
-
-@dataclass(slots=True)
-class StepInFlight:
-    """What `update` needs of a step: who draws, in the order of the rows, and who only computes.
-
-    Args:
-        number: of the step.
-        continued: those that go on from the step before; theirs are the first rows.
-        draws: each with its drafts; one with k drafts has k + 1 rows.
-        pinned: sequences whose prompt is computed and to be kept in the prefix cache.
-        scored: seq_id -> the request whose prompt tokens it scores.
-        num_rows: of draws, those of `continued` included.
-        may_continue: row -> whose it is, of sequences that the next step may continue.
-    """
-
-    number: int = -1
-    continued: list[Sequence] = field(default_factory=list)
-    draws: list[tuple[Sequence, Drafts]] = field(default_factory=list)
-    pinned: list[Sequence] = field(default_factory=list)
-    scored: dict[int, Request] = field(default_factory=dict)
-    num_rows: int = 0
-    may_continue: dict[Sequence, int] = field(default_factory=dict)
 
 
 class StepBuilder:
@@ -95,76 +69,21 @@ class StepBuilder:
         self._can_draft = can_draft
         self._blocks = blocks
         self._table = table
-        self._last = last
-        self._may_continue = {} if last is None else last.may_continue
-        self._rows: list[int] = []
+        self._going_on = GoingOn(blocks, last, self.in_flight, self.copies)
         # Sequence -> its row among those of `sequences`, if the next step may continue it.
         self._fresh: dict[Sequence, int] = {}
-        self._tables: dict[int, tuple[list[int], ...]] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether the executor has nothing to do."""
-        return not (self.sequences or self._rows or self.swap_out or self.swap_in)
+        return not (self.sequences or self._going_on or self.swap_out or self.swap_in)
 
-    def carry_on(self, group: Group) -> bool:
-        """Let all sequences of a running group go on from the step before, if that is all there is to do.
-
-        Nothing has happened when it is not, or when there is no block for them.
-        """
-        rows = self._may_continue
-        if not rows:
-            return False
-        sequences = group.sequences
-        if len(sequences) > 1:
-            return self._carry_on_together(group)
-        sequence = sequences[0]
-        row = rows.get(sequence)
-        if row is None:
-            return False
-        blocks, computed = self._blocks, sequence.num_computed_tokens
-        # A block that was written to is its own, and has room up to its end.
-        if (computed % blocks.block_size == 0 or blocks.has_windows) and not self._grow([sequence]):
-            return False
-        self._carry(sequence, row)
-        return True
-
-    def _carry_on_together(self, group: Group) -> bool:
-        sequences = group.sequences
-        rows = [self._may_continue.get(sequence, -1) for sequence in sequences]
-        if min(rows) < 0 or len(rows) > self.budget or not self._grow(sequences):
-            return False
-        for sequence, row in zip(sequences, rows, strict=True):
-            self._carry(sequence, row)
-        return True
-
-    def _grow(self, sequences: list[Sequence]) -> bool:
-        """Room for a token more of each, if there is; what that changes in their tables is noted."""
-        before = [self._shape(each) for each in sequences]
-        copies = self._blocks.grow([(each, each.num_computed_tokens + 1) for each in sequences])
-        if copies is None:
-            return False
-        self.copies += copies
-        for place, (sequence, shape) in enumerate(zip(sequences, before, strict=True), len(self._rows)):
-            if copies or self._shape(sequence) != shape:
-                self._tables[place] = tuple([table.copy() for table in sequence.block_tables])
-        return True
-
-    @staticmethod
-    def _shape(sequence: Sequence) -> tuple[list[int], list[int]]:
-        return [len(table) for table in sequence.block_tables], sequence.num_released.copy()
-
-    def _carry(self, sequence: Sequence, row: int) -> None:
-        flight = self.in_flight
-        flight.may_continue[sequence] = len(self._rows)
-        flight.continued.append(sequence)
-        self._rows.append(row)
-        end = sequence.num_computed_tokens + 1
-        sequence.num_computed_tokens = end
-        sequence.num_placeholders = 1
-        if end % self._blocks.block_size == 0:
-            self._blocks.cache_computed(sequence)
-        self.budget -= 1
+    def carry_on(self, groups: list[Group], first: int) -> int:
+        """Let running groups go on from the step before as far as the budget goes: see `GoingOn.carry_on`."""
+        before = len(self._going_on)
+        place = self._going_on.carry_on(groups, first, self.budget)
+        self.budget -= len(self._going_on) - before
+        return place
 
     def schedule(self, sequence: Sequence, count: int) -> None:
         """Let a sequence, which has its blocks, compute `count` tokens, and draw if it can."""
@@ -219,7 +138,7 @@ class StepBuilder:
         flight = self.in_flight
         flight.number = number
         # Rows of those that go on are the first.
-        first = len(self._rows)
+        first = len(self._going_on)
         flight.num_rows += first
         for sequence, row in self._fresh.items():
             flight.may_continue[sequence] = first + row
@@ -230,9 +149,7 @@ class StepBuilder:
             swap_out=tuple(self.swap_out),
             swap_in=tuple(self.swap_in),
             finished_seq_ids=self._table.take_finished_seq_ids(),
-            continued=Continued(self._last.number, self._rows, self._tables)
-            if self._last is not None and self._rows
-            else None,
+            continued=self._going_on.told(),
         )
 
     def _draws(self, sequence: Sequence) -> tuple[SamplingRow, ...]:
