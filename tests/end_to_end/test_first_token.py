@@ -57,3 +57,17 @@ def test_the_caller_imports_nothing_heavy(gguf: Path) -> None:
 @pytest.mark.parametrize("quantization", ["", "int8"])
 def test_the_engine_imports_torch_and_little_else(gguf: Path, quantization: str) -> None:
     assert not NOT_IN_ENGINE & imported(ENGINE, str(gguf), quantization)
+
+
+def test_an_engines_imports_are_done_without_the_collector_and_kept_from_it() -> None:
+    script = (
+        "import gc\n"
+        "from batchgen.engine import child\n"
+        "def look(name):\n"
+        "    assert not gc.isenabled()\n"
+        "    raise ImportError(name)\n"  # what cannot be imported is left to whoever needs it
+        "child.import_module = look\n"
+        "child._import_for_good(['some.module'])\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 0)"
+    )
+    assert imported(script) == {"True"}
