@@ -29,13 +29,18 @@ class SteadyBatch:
         self._rows = list(range(count))
         self._places = np.arange(count)
         self._slots = [meta.slot_mapping.numpy() for meta in batch.metas]
+        # Where sequences have blocks for later, what is read is a copy of a part.
+        self._reads_tables = all(
+            table.shape[1] == meta.block_tables.shape[1]
+            for table, meta in zip(batch.part.tables, batch.metas, strict=True)
+        )
 
     def moved_on(self, continued: Continued, drawn: Sequence[int | None]) -> "InputBatch | None":
         """The next step's batch, if all go on in their order and the tables are as wide as before.
 
         If not, it is None, and nothing has happened that laying the step out anew does not do too.
         """
-        if continued.rows != self._rows:
+        if continued.rows != self._rows or not self._reads_tables:
             return None
         part, size = self._batch.part, self._block_size
         longest = self._batch.metas[0].max_seq_len + 1

@@ -21,7 +21,7 @@ from batchgen.engine.scheduler_output import (
 )
 from batchgen.errors import EngineError
 from batchgen.sampling_params import SamplingParams
-from batchgen.worker.input_batch import BatchBuilder
+from batchgen.worker.input_batch import BatchBuilder, InputBatch
 from batchgen.worker.model_runner import ModelRunner
 
 WAYS: list[dict[str, Any]] = [
@@ -137,3 +137,74 @@ def test_only_the_step_before_can_be_gone_on_from() -> None:
     builder.build(SchedulerOutput(4, (decode(3, 15, [0]),)), {})
     with pytest.raises(EngineError, match="row 0 that goes on: no block for a token of this step, group 0"):
         builder.build(step, {}, [1])
+
+
+def same(batch: InputBatch, expected: InputBatch) -> None:
+    """All tensors of two batches are equal."""
+    for ours, theirs in zip(batch.metas, expected.metas, strict=True):
+        for name in ("query_start_loc", "seq_lens", "block_tables", "slot_mapping"):
+            assert getattr(ours, name).tolist() == getattr(theirs, name).tolist()
+        assert (ours.max_query_len, ours.max_seq_len) == (theirs.max_query_len, theirs.max_seq_len)
+    assert batch.token_ids.tolist() == expected.token_ids.tolist()
+    assert batch.positions.tolist() == expected.positions.tolist()
+    assert batch.logit_rows.tolist() == batch.sample_rows == expected.logit_rows.tolist()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_batch_that_goes_on_for_long_stays_in_its_memory(groups: int) -> None:
+    def builder() -> BatchBuilder:
+        return BatchBuilder(block_size=4, num_groups=groups, device=torch.device("cpu"))
+
+    draw, going_on = random.Random(groups), builder()
+    # Sequence -> tokens computed so far; the last three have more blocks than they need yet.
+    lengths = {slot: draw.randint(1, 9) for slot in range(7)}
+    free = iter(range(1000))
+    tables = {slot: tuple([next(free) for _ in range(3)] for _ in range(groups)) for slot in lengths}
+    for slot in list(lengths)[-3:]:
+        for table in tables[slot]:
+            table.append(next(free))
+
+    def spelled_out(number: int) -> SchedulerOutput:
+        parts = [
+            ScheduledSequence(
+                slot,
+                [100 * slot + length],
+                length,
+                tuple(t.copy() for t in tables[slot]),
+                (row(slot, length),),
+            )
+            for slot, length in lengths.items()
+        ]
+        return SchedulerOutput(number, tuple(parts))
+
+    def row(slot: int, length: int) -> SamplingRow:
+        return SamplingRow(slot, DrawRules(PARAMS), (slot, 0, length + 1), 0)
+
+    going_on.build(spelled_out(0), {})
+    rows, batches = list(range(len(lengths))), []
+    for number in range(1, 40):
+        if number == 25:  # one is gone, and the others go on
+            lengths.pop(3)
+            rows = [0, 1, 2, 4, 5, 6]
+        changed: dict[int, tuple[list[int], ...]] = {}
+        for place, slot in enumerate(lengths):
+            lengths[slot] += 1
+            if lengths[slot] // 4 >= len(tables[slot][0]):
+                for table in tables[slot]:
+                    table.append(next(free))
+            elif groups == 2 and number % 5 == slot and lengths[slot] >= 4:
+                tables[slot][1][0] = -1  # behind a window
+            else:
+                continue
+            changed[place] = tuple(table.copy() for table in tables[slot])
+        drawn = [100 * slot + length for slot, length in lengths.items()]
+        if number == 25:
+            drawn.insert(3, -7)
+        batch = going_on.build(
+            SchedulerOutput(number, (), continued=Continued(number - 1, rows, changed)), {}, drawn
+        )
+        same(batch, builder().build(spelled_out(number), {}))
+        rows = list(range(len(lengths)))
+        batches.append(batch)
+    # Laid out anew when a table gets wider or somebody leaves, not else.
+    assert len({id(batch) for batch in batches}) < 20
