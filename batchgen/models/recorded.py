@@ -111,7 +111,7 @@ class NotRecordable(Exception):
 
 @dataclass(slots=True)
 class _Part:
-    """The beginnings of a recording's tensors that a step of some sizes uses; the next one is often as large."""
+    """The beginnings of a recording's tensors for a step of some sizes; the next one is often as large."""
 
     sizes: StepSizes
     inputs: list[Tensor]
