@@ -13,6 +13,7 @@ draws them, and adds lines to benchmarks/results/peers.jsonl.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -202,6 +203,9 @@ def main() -> None:
     pythons = {OURS: sys.executable} | {peer: python for peer, python in named.items() if python}
     if len(pythons) == 1:
         print("no peer's environment is named: batchgen runs alone")
+    # A shell lets what it starts in the background ignore an interrupt; what has been measured would be lost.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         sitting = Sitting(args, cases, pythons, Path(folder))
         try:
