@@ -105,16 +105,52 @@ static void finish_rows(const Attention *a, const Cache *cache, const Scratch *s
     }
 }
 
+/* The tokens out of [from, to) of the chunk that begins at `start` which a row sees. */
+static void find_seen(const Attention *a, const Scratch *scratch, int row, int64_t start, int from, int to, int *low, int *high) {
+    int64_t at = scratch->position[row] - start, window = a->plan->window;
+    *low = (int)at_most(at_least(window ? at - window + 1 : 0, from), to);
+    *high = (int)at_least(at_most(at + 1, to), *low);
+}
+
+/* Turns the scores of tokens [from, to) of the chunk into weights; every row sees [*all_from, *all_to) of them. */
+static void weigh_rows(const Attention *a, const Scratch *scratch, int rows, int64_t start, int from, int to, int *all_from,
+                       int *all_to) {
+    int first = from / UNIT, end = (to + UNIT - 1) / UNIT, low, high;
+    *all_from = from, *all_to = to;
+    for (int row = 0; row < rows; row++) {
+        find_seen(a, scratch, row, start, from, to, &low, &high);
+        weigh(scratch, row, first, end, low, high, (float)a->soft_cap);
+        if (low > *all_from) *all_from = low;
+        if (high < *all_to) *all_to = high;
+    }
+}
+
 /* One chunk of an item: tokens [from, to) of it. */
 INLINE void float_chunk(const Attention *a, const Cache *cache, const Scratch *scratch, int rows, const Units *units,
                         const Units *ahead, int64_t start, int from, int to, const int type) {
-    int first = from / UNIT, end = (to + UNIT - 1) / UNIT;
-    scores(scratch, rows, cache->head_dim, units, ahead, cache->block_size, first, end, type);
-    for (int row = 0; row < rows; row++) {
-        int64_t at = scratch->position[row] - start, low = a->plan->window ? at - a->plan->window + 1 : 0;
-        weigh(scratch, row, first, end, at_least(low, from), at_most(at + 1, to), (float)a->soft_cap);
+    int first = from / UNIT, end = (to + UNIT - 1) / UNIT, is_wide = type != KV_FLOAT32 && rows > THIN_ROWS;
+    int64_t dim = cache->value_dim;
+    Units wide = *units;
+    if (is_wide) {
+        widen_keys(scratch, cache, units, ahead, first, end, &wide, type);
+        scores(scratch, rows, cache->head_dim, &wide, &wide, UNIT, first, end, KV_FLOAT32);
+    } else {
+        scores(scratch, rows, cache->head_dim, units, ahead, cache->block_size, first, end, type);
     }
-    values(scratch, rows, cache->value_dim, units, ahead, from, to, type);
+    int low, high;
+    weigh_rows(a, scratch, rows, start, from, to, &low, &high);
+    /* A weight of 0 leaves a sum as it is only if the value is finite: if one is not that some row does not see, each row goes
+     * over its own tokens alone. */
+    int is_apart = !are_finite(units, dim, from, low, type) || !are_finite(units, dim, high, to, type);
+    if (is_wide) widen_values(scratch, cache, units, ahead, first, end, &wide, type);
+    for (int row = 0, count = is_apart ? 1 : rows; row < rows; row += count) {
+        low = from, high = to;
+        if (is_apart) find_seen(a, scratch, row, start, from, to, &low, &high);
+        if (is_wide)
+            values(scratch, row, row + count, dim, &wide, &wide, low, high, KV_FLOAT32);
+        else
+            values(scratch, row, row + count, dim, units, ahead, low, high, type);
+    }
 }
 
 static void walk_chunk(const Attention *a, const Cache *cache, const Scratch *scratch, int rows, const Units *units,
@@ -175,6 +211,8 @@ static size_t lay_out(const AttentionPlan *plan, char *memory, Scratch *scratch)
         lay_out_int8(cache, scratch, rows, memory, &used);
     else
         scratch->query = part(memory, &used, rows * cache->head_dim * 4);
+    if (cache->type == KV_FLOAT16 || cache->type == KV_BFLOAT16)
+        scratch->widened = part(memory, &used, CHUNK * cache->value_dim * 4);
     return used;
 }
 

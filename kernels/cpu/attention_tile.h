@@ -34,6 +34,7 @@ typedef struct {
     float *top, *shrink;        /* [rows]: running maximum; factor for what came before this chunk */
     int64_t *position;          /* [rows]: of the query in its sequence */
     int64_t *place;             /* [rows]: token * heads + head, in query and result */
+    float *widened;             /* [CHUNK, value_dim]: a chunk's keys or values, of halves that many rows read */
     /* With keys and values of 8 bits, in place of `query`: */
     int8_t *planes, *weights;         /* [rows, 2, padded head_dim], [rows, 2, CHUNK]: factors (int8_dot.h) */
     float *wide;                      /* [padded head_dim]: a row on its way */
@@ -185,9 +186,10 @@ INLINE void scores(const Scratch *scratch, int rows, int64_t dim, const Units *u
     }
 }
 
-INLINE void values(const Scratch *scratch, int rows, int64_t value_dim, const Units *units, const Units *ahead,
+/* Adds the weighted values of tokens [from, to) of the chunk to rows [row, rows). */
+INLINE void values(const Scratch *scratch, int row, int rows, int64_t value_dim, const Units *units, const Units *ahead,
                    int from, int to, const int type) {
-    for (int row = 0; row < rows; row += ROWS) {
+    for (; row < rows; row += ROWS) {
         int m = rows - row < ROWS ? rows - row : ROWS;
         const float *weight = scratch->score + row * CHUNK, *shrink = scratch->shrink + row;
         float *sum = scratch->sum + row * value_dim;
@@ -213,6 +215,36 @@ INLINE void values(const Scratch *scratch, int rows, int64_t value_dim, const Un
 #undef WIDE_CALL
 #undef UNIT_CALL
     }
+}
+
+/* Keys and values of units [first, end), widened once for many rows. */
+INLINE void widen_keys(const Scratch *scratch, const Cache *cache, const Units *units, const Units *ahead, int first, int end,
+                       Units *wide, const int type) {
+    for (int u = first; u < end; u++) {
+        float *to = scratch->widened + u * cache->head_dim * UNIT;
+        widen(units->keys[u], ahead->keys[u], cache->block_size * kv_bytes(type), cache->head_dim, to, type);
+        wide->keys[u] = (const char *)to;
+    }
+}
+
+INLINE void widen_values(const Scratch *scratch, const Cache *cache, const Units *units, const Units *ahead, int first, int end,
+                         Units *wide, const int type) {
+    for (int u = first; u < end; u++) {
+        float *to = scratch->widened + u * cache->value_dim * UNIT;
+        widen(units->values[u], ahead->values[u], UNIT * kv_bytes(type), cache->value_dim, to, type);
+        wide->values[u] = (const char *)to;
+    }
+}
+
+/* Whether values of tokens [from, to) of the chunk are finite, padding included. */
+INLINE int are_finite(const Units *units, int64_t value_dim, int64_t from, int64_t to, const int type) {
+    if (from >= to) return 1;
+    vf zero = vf_set1(0.0f);
+    for (int64_t t = from; t < to; t++)
+        for (int64_t d = 0; d < value_dim; d += VW)
+            zero = zero + kv_load(units->values[t / UNIT], t % UNIT * value_dim + d, type) * vf_set1(0.0f);
+    for (int v = 1; v < VW; v++) zero[0] += zero[v];
+    return zero[0] == 0.0f;
 }
 
 /* Applies the soft cap, and -infinity where the row does not see a token: it sees [low, high) of the chunk. */

@@ -54,6 +54,16 @@ INLINE vf kv_load(const char *row, int64_t i, const int type) {
     return vf_load((const float *)row + i);
 }
 
+/* Widens `count` runs of UNIT halves, `stride` bytes apart, to floats at `to`, and fetches what `ahead` points at. */
+INLINE void widen(const char *from, const char *ahead, int64_t stride, int64_t count, float *to, const int type) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < count; i++, from += stride, ahead += stride, to += UNIT) {
+        __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 4
+        for (int v = 0; v < UNIT; v += VW) vf_store(to + v, kv_load(from, v, type));
+    }
+}
+
 static inline uint32_t float_bits(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);

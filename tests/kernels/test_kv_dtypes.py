@@ -98,6 +98,32 @@ def test_a_token_that_is_not_finite_spoils_only_who_sees_it(bad, part, make_kern
     assert result[3:].isnan().all()
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("queries", "window"), [(3, None), (40, None), (40, 10)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_a_float_that_is_not_finite_spoils_only_who_sees_it(
+    bad, part, queries, window, kv_dtype, make_invariant_kernels
+):
+    case = AttentionCase(
+        name="bad", query_lens=[queries], seq_lens=[60], num_heads=2, num_kv_heads=1, window=window
+    )
+    inputs = make_inputs(case, make_invariant_kernels(), "float32", kv_dtype=kv_dtype)
+    expected = inputs.attend(case)
+    key, value = torch.randn(2, 1, 1, 64)
+    (key if part == "key" else value)[0, 0, 3] = bad
+    position = 60 - queries + queries // 2
+    table = inputs.meta.block_tables[0]
+    slot = table[position // 16] * 16 + position % 16
+    inputs.kernels.store_kv(key, value, inputs.kv, slot[None])
+    result = inputs.attend(case)
+    sees = torch.zeros(queries, dtype=torch.bool)
+    sees[queries // 2 : None if window is None else queries // 2 + window] = True
+    assert torch.equal(result[~sees], expected[~sees])
+    if part == "value":
+        assert not result[sees][:, :, 3].isfinite().any()
+
+
 @pytest.mark.parametrize("kv_dtype", SMALL)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_is_the_reference_over_that_cache(case, kv_dtype, make_kernels):
