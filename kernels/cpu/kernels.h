@@ -38,4 +38,11 @@
 ALL_KERNELS(DECLARE)
 #undef DECLARE
 
+/* Those that say what memory their chunks read, in a `Reads reads_name`. */
+#define READING_KERNELS(X) X(linear_int8)
+
+#define DECLARE(name) extern Reads reads_##name;
+READING_KERNELS(DECLARE)
+#undef DECLARE
+
 #endif

@@ -6,6 +6,9 @@
 /* Rows of a chunk at most: their values stay in the L2 cache while panels pass. */
 #define ROW_GROUP 256
 #define STEP_PANELS 4 /* chunks begin at a multiple of this many panels */
+/* Rows, those of both planes counted, that vectors multiply in one pass, and faster than tiles do: all wait for the weights
+ * alone, and vectors have more of them on the way. */
+#define FEW_ROWS 6
 
 /* Bytes of a packed weight: its panels, and three numbers for each column. */
 int64_t bg_int8_bytes(int64_t columns, int64_t depth) { return panels_of(columns) * PANEL * (depth + 12); }
@@ -71,17 +74,29 @@ static int64_t chunks(const void *args, const Step *step) {
 }
 
 static int region(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
-    return (uses_amx() ? int8_region_amx : int8_region_vector)(p, row, row_end, panel, panel_end);
+    int is_tall = (row_end - row) * p->planes > FEW_ROWS;
+    return (is_tall && uses_amx() ? int8_region_amx : int8_region_vector)(p, row, row_end, panel, panel_end);
+}
+
+/* First panel of one of `parts` parts of the columns. */
+static int64_t part_begin(const LinearInt8 *p, int64_t part, int64_t parts) {
+    int64_t panels = panels_of(p->columns), steps = (panels + STEP_PANELS - 1) / STEP_PANELS;
+    return min_of(chunk_begin(steps, part, parts) * STEP_PANELS, panels);
 }
 
 static void run(const void *args, Step *step, int64_t chunk, int64_t of) {
     const LinearInt8 *p = args;
-    int64_t rows = step_size(step, p->rows), groups = row_groups(rows), each = of / groups;
-    int64_t group = chunk / each, panels = panels_of(p->columns), steps = (panels + STEP_PANELS - 1) / STEP_PANELS;
-    int64_t panel = chunk_begin(steps, chunk % each, each) * STEP_PANELS;
-    int64_t panel_end = min_of(chunk_begin(steps, chunk % each + 1, each) * STEP_PANELS, panels);
+    int64_t rows = step_size(step, p->rows), groups = row_groups(rows), each = of / groups, group = chunk / each;
+    int64_t panel = part_begin(p, chunk % each, each), panel_end = part_begin(p, chunk % each + 1, each);
     int error = region(p, chunk_begin(rows, group, groups), chunk_begin(rows, group + 1, groups), panel, panel_end);
     if (error) step_fail(step, error);
+}
+
+const void *reads_linear_int8(const void *args, const Step *step, int64_t chunk, int64_t of, int64_t *bytes) {
+    const LinearInt8 *p = args;
+    int64_t each = of / row_groups(step_size(step, p->rows)), panel = part_begin(p, chunk % each, each);
+    *bytes = (part_begin(p, chunk % each + 1, each) - panel) * PANEL * p->depth;
+    return p->packed + panel * PANEL * p->depth;
 }
 
 int linear_int8_panels(const LinearInt8 *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end, float *out,

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #define TILE_BYTES 1024
+#define AHEAD 2 /* steps of K that weights are fetched ahead, when they are read but once */
 #define TALL 8 /* tiles of rows from which on output is fetched ahead */
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
@@ -105,6 +106,14 @@ INLINE void expect(const LinearInt8 *p, int64_t row, int64_t rows, int64_t panel
     for (int64_t i = 0; i < rows; i++, out += p->out_stride) _mm_prefetch(out, _MM_HINT_T1);
 }
 
+/* Has the weights fetched that `one_tile` takes AHEAD steps later: first those of its own panels, then of the panels that
+ * come next. */
+INLINE void expect_weights(const int8_t *w, int64_t next, int64_t steps_left, const int panels) {
+    w += AHEAD * TILE_BYTES + (steps_left > AHEAD ? 0 : (panels - 1) * next);
+    for (int n = 0; n < panels; n++)
+        for (int line = 0; line < TILE_BYTES; line += 64) _mm_prefetch(w + n * next + line, _MM_HINT_T0);
+}
+
 /* Multiplies a block of `rows` rows a tile, those at `row` and `second`, by some panels, and finishes meanwhile what
  * `block` holds. From `ahead` on, `lines` cache lines for each step of K are fetched into the L2 cache. */
 INLINE void multiply(const LinearInt8 *p, Block *block, int64_t row, int64_t second, int64_t rows, int64_t panel,
@@ -118,8 +127,12 @@ INLINE void multiply(const LinearInt8 *p, Block *block, int64_t row, int64_t sec
     _tile_zero(3);
     for (int tile = 0; tile < 4; tile++) {
         for (; step < steps * (tile + 1) / 4; step++, x += 64, y += 64, w += TILE_BYTES) {
-            if (kind == ONE_TILE) one_tile(x, stride, w, next, panels);
-            else two_tiles(x, y, stride, w, next, panels, kind == TWO_PLANES);
+            if (kind == ONE_TILE) {
+                one_tile(x, stride, w, next, panels);
+                expect_weights(w, next, steps - step, panels);
+            } else {
+                two_tiles(x, y, stride, w, next, panels, kind == TWO_PLANES);
+            }
             for (int64_t line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
         }
         finish(p, block, tile, kind);

@@ -3,7 +3,8 @@
  * An operation is a row of 8-byte fields that Python fills in once; `args` are those of the kernel's own struct. A program is
  * a list of them, run by all threads in one parallel region. Each operation is cut into chunks that threads take one by
  * one; the next begins when all chunks are done. No thread waits for one that holds no chunk, so a thread that the system
- * has put aside holds nobody up, and fast cores do more than slow ones. */
+ * has put aside holds nobody up, and fast cores do more than slow ones. Where chunks read weights (`Reads`), each thread
+ * begins with a share of its own, one chunk after the other, and has its first bytes fetched while it waits. */
 #ifndef BATCHGEN_OP_H
 #define BATCHGEN_OP_H
 
@@ -38,6 +39,10 @@ typedef struct {
     /* Does one chunk of `of`. Any order, any thread. */
     void (*run)(const void *args, Step *step, int64_t chunk, int64_t of);
 } Kernel;
+
+/* Says what memory a chunk of a kernel reads from end to end: its address, and how many bytes. Neither that nor the number of
+ * chunks depends on what operations before it do, so that threads with nothing else to do can have it fetched. */
+typedef const void *Reads(const void *args, const Step *step, int64_t chunk, int64_t of, int64_t *bytes);
 
 static inline int64_t step_size(const Step *step, int64_t size) { return size < 0 ? step->size[-1 - size] : size; }
 

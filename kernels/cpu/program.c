@@ -17,6 +17,9 @@
 
 /* Looks at a counter before a thread goes to sleep: some 50 microseconds, about what sleeping and waking costs. */
 #define SPINS 1000
+#define SHARES 12 /* that the chunks of an operation are cut into at most */
+/* Of the weights that come next, what a waiting thread has fetched: as much as it reads in some 10 microseconds. */
+#define AHEAD_BYTES (256 << 10)
 
 static const struct {
     const char *name;
@@ -27,6 +30,18 @@ static const struct {
 #undef ROW
 };
 
+enum {
+#define ROW(name) KIND_##name,
+    ALL_KERNELS(ROW)
+#undef ROW
+};
+
+static Reads *const READS[sizeof KERNELS / sizeof *KERNELS] = {
+#define ROW(name) [KIND_##name] = reads_##name,
+    READING_KERNELS(ROW)
+#undef ROW
+};
+
 /* Name of a row of the table; NULL past its end. */
 const char *bg_kernel_name(int64_t kind) {
     return kind < (int64_t)(sizeof KERNELS / sizeof *KERNELS) ? KERNELS[kind].name : NULL;
@@ -34,11 +49,17 @@ const char *bg_kernel_name(int64_t kind) {
 
 /* Progress of one operation, on a cache line of its own. */
 typedef struct {
-    int64_t next;    /* chunks taken */
-    int64_t cut;     /* 1 + how many chunks there are, 0 while nobody has said */
-    int32_t done;    /* chunks done */
-    int32_t sleeper; /* whether any thread sleeps until `done` is complete */
+    int64_t cut;          /* 1 + how many chunks there are, 0 while nobody has said */
+    int32_t next[SHARES]; /* chunks taken of each share */
+    int32_t done;         /* chunks done */
+    int32_t sleeper;      /* whether any thread sleeps until `done` is complete */
 } __attribute__((aligned(64))) Progress;
+
+/* Memory that a thread will read, as far as it has not been fetched, and for which operation. */
+typedef struct {
+    const char *at, *end;
+    int64_t op;
+} Ahead;
 
 static inline void pause_cpu(void) {
 #if defined(__x86_64__)
@@ -75,10 +96,12 @@ static int64_t chunks_of(const Op *op, const Step *step, Progress *progress) {
     return cut - 1;
 }
 
-static void wait_for(Progress *progress, int32_t chunks) {
+static void wait_for(Progress *progress, int32_t chunks, Ahead *ahead) {
     for (int spin = 0; spin < SPINS; spin++) {
         if (__atomic_load_n(&progress->done, __ATOMIC_ACQUIRE) >= chunks) return;
-        pause_cpu();
+        if (ahead->at < ahead->end)
+            for (int line = 0; line < 8; line++, ahead->at += 64) __builtin_prefetch(ahead->at, 0, 2);
+        else pause_cpu();
     }
     __atomic_store_n(&progress->sleeper, 1, __ATOMIC_SEQ_CST);
     int32_t done;
@@ -98,19 +121,53 @@ static double now(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* One thread's way through the program. The first thread keeps the time. */
-static void walk(const Op *ops, int64_t count, Step *step, Progress *progress, int is_first) {
-    double *seconds = is_first ? step->seconds : NULL, begin = seconds ? now() : 0;
-    for (int64_t i = 0; i < count; i++) {
-        const Kernel *kernel = KERNELS[ops[i].kind].kernel;
-        int64_t chunks = chunks_of(ops + i, step, progress + i), chunk;
-        while ((chunk = __atomic_fetch_add(&progress[i].next, 1, __ATOMIC_RELAXED)) < chunks) {
-            kernel->run(ops[i].args, step, chunk, chunks);
+static int64_t shares_of(int64_t kind, const Step *step) {
+    if (!READS[kind]) return 1;
+    return step->threads < SHARES ? step->threads : SHARES;
+}
+
+/* What a thread will read first of the next operation behind `i` that says so. */
+static Ahead ahead_of(const Op *ops, int64_t count, int64_t i, const Step *step, int64_t thread) {
+    do i++;
+    while (i < count && !READS[ops[i].kind]);
+    Ahead ahead = {.op = i};
+    if (i == count) return ahead;
+    int64_t kind = ops[i].kind, shares = shares_of(kind, step), bytes;
+    int64_t chunks = KERNELS[kind].kernel->chunks(ops[i].args, step);
+    if (!chunks) return ahead;
+    int64_t first = chunk_begin(chunks, thread * shares / step->threads, shares);
+    ahead.at = READS[kind](ops[i].args, step, first, chunks, &bytes);
+    ahead.end = ahead.at + (bytes < AHEAD_BYTES ? bytes : AHEAD_BYTES);
+    return ahead;
+}
+
+/* Does chunks until none is left: those of the thread's own share, then of the others. */
+static void work(const Op *ops, int64_t i, Step *step, Progress *progress, int64_t chunks, int64_t thread) {
+    const Kernel *kernel = KERNELS[ops[i].kind].kernel;
+    int64_t shares = shares_of(ops[i].kind, step), own = thread * shares / step->threads;
+    for (int64_t s = 0; s < shares; s++) {
+        int64_t share = (own + s) % shares, first = chunk_begin(chunks, share, shares), taken;
+        int64_t size = chunk_begin(chunks, share + 1, shares) - first;
+        int32_t *next = progress[i].next + share;
+        while (__atomic_load_n(next, __ATOMIC_RELAXED) < size &&
+               (taken = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < size) {
+            kernel->run(ops[i].args, step, first + taken, chunks);
             /* While a chunk of this operation runs, no other operation does: the error is of this one. */
             if (__atomic_load_n(&step->error, __ATOMIC_RELAXED)) __atomic_store_n(&step->error_op, i, __ATOMIC_RELAXED);
             finish_chunk(progress + i, (int32_t)chunks);
         }
-        wait_for(progress + i, (int32_t)chunks);
+    }
+}
+
+/* One thread's way through the program. The first thread keeps the time. */
+static void walk(const Op *ops, int64_t count, Step *step, Progress *progress, int64_t thread) {
+    double *seconds = thread == 0 ? step->seconds : NULL, begin = seconds ? now() : 0;
+    Ahead ahead = {0};
+    for (int64_t i = 0; i < count; i++) {
+        int64_t chunks = chunks_of(ops + i, step, progress + i);
+        if (i >= ahead.op) ahead = ahead_of(ops, count, i, step, thread);
+        work(ops, i, step, progress, chunks, thread);
+        wait_for(progress + i, (int32_t)chunks, &ahead);
         if (__atomic_load_n(&step->error, __ATOMIC_RELAXED)) return;
         if (seconds) {
             double end = now();
@@ -132,9 +189,9 @@ int64_t bg_run(const Op *ops, int64_t count, Step *step, int threads) {
     if (count == 1 && threads > 1 && chunks_of(ops, step, progress) <= 1) threads = 1;
     if (threads > 1) {
 #pragma omp parallel num_threads(threads)
-        walk(ops, count, step, progress, omp_get_thread_num() == 0);
+        walk(ops, count, step, progress, omp_get_thread_num());
     } else {
-        walk(ops, count, step, progress, 1);
+        walk(ops, count, step, progress, 0);
     }
     if (progress != few) free(progress);
     return step->error;

@@ -7,6 +7,7 @@ from batchgen.errors import KernelError
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec
 from batchgen.kernels.ops import Kernels, choose
 from batchgen.kernels.program import Program, StepSizes
+from batchgen.kernels.quantized import Quantized
 
 MOST = StepSizes(tokens=70, rows=41, sequences=22, table_width=5)
 WIDTH, HEADS, HEAD_DIM = 96, 6, 16
@@ -149,6 +150,36 @@ def test_an_error_stops_the_program_where_it_happens(kernels: Kernels, threads: 
     chain.fill(70, 41, seed=1)
     program.run(sizes)
     assert torch.equal(result, chain.run(70, 41))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 16], indirect=True)
+def test_threads_share_out_the_weights_of_products(kernels: Kernels, threads: int) -> None:
+    """One chunk, fewer chunks than threads, more; more threads than there are shares."""
+    wide = [
+        kernels.pack_int8(torch.randint(-127, 128, (columns, WIDTH), dtype=torch.int8), _draw(columns).abs())
+        for columns in (16, 1000, 9000, 130)
+    ]
+    x, weight = _draw(MOST.tokens, WIDTH), _draw(WIDTH)
+    quantized = Quantized.empty(MOST.tokens, WIDTH, 8)
+    outs = [torch.empty(MOST.tokens, packed.out_features) for packed in wide]
+
+    def build() -> None:
+        for packed, out in zip(wide, outs, strict=True):
+            kernels.rms_norm(x, weight, 1e-5, quantized)
+            kernels.linear(quantized, packed, out)
+
+    program = kernels.record(build, MOST)
+    assert program is not None
+    build()
+    expected = [out.clone() for out in outs]
+    for tokens in (1, 2, 9, 70):
+        for _ in range(5):
+            for out in outs:
+                out.fill_(float("nan"))
+            program.run(StepSizes(tokens, 1, 1, 1))
+            for out, right in zip(outs, expected, strict=True):
+                assert torch.equal(out[:tokens], right[:tokens])
+                assert out[tokens:].isnan().all()
 
 
 def test_results_of_a_program_stay_while_it_does(kernels: Kernels) -> None:
