@@ -2,8 +2,9 @@
  *
  * An item walks over its tokens in chunks of CHUNK, counted from the beginning of the sequence, with a running softmax. A
  * query sees each of its tokens through the same chain of operations wherever its chunk or its tile begins and ends:
- * tokens that it must not see have weight 0 and leave every sum unchanged, if their values are finite. So its bits depend on
- * its own sequence alone, not on batch, chunking or threads. After a shared beginning the chain goes on where that left it. */
+ * tokens that it must not see have weight 0 and leave every sum unchanged, or are left out if a value is not finite. So its
+ * bits depend on its own sequence alone, not on batch, chunking or threads. After a shared beginning the chain goes on where
+ * that left it. */
 #include <stdlib.h>
 #include <string.h>
 
