@@ -64,6 +64,11 @@ static int add_rows(const Attention *a, const Cache *cache, const Scratch *scrat
     return rows;
 }
 
+/* `n` floats, a multiple of UNIT. */
+INLINE void copy_units(const float *from, float *to, int64_t n) {
+    for (int64_t i = 0; i < n; i += VW) vf_store(to + i, vf_load(from + i));
+}
+
 static void load_rows(const Attention *a, const Cache *cache, const Item *item, const Scratch *scratch) {
     const AttentionPlan *plan = a->plan;
     int rows = 0;
@@ -72,17 +77,16 @@ static void load_rows(const Attention *a, const Cache *cache, const Item *item, 
             rows = add_rows(a, cache, scratch, rows, item->members[m], 0, queries_of(plan, item->members[m]), item->head);
     else
         rows = add_rows(a, cache, scratch, 0, item->sequence, item->query, item->count, item->head);
-    size_t row_bytes = (size_t)cache->value_dim * 4;
     for (int row = 0; row < rows; row++) {
-        float *sum = scratch->sum + row * cache->value_dim;
+        float *sum = scratch->sum + row * cache->value_dim, *total = (float *)(scratch->total + row * VU);
         if (item->goes_on) {
             int64_t place = scratch->place[row];
-            memcpy(sum, plan->sum + place * cache->value_dim, row_bytes);
-            memcpy(scratch->total + row * VU, plan->total + place * UNIT, UNIT * 4);
+            copy_units(plan->sum + place * cache->value_dim, sum, cache->value_dim);
+            copy_units(plan->total + place * UNIT, total, UNIT);
             scratch->top[row] = plan->top[place];
         } else {
-            memset(sum, 0, row_bytes);
-            memset(scratch->total + row * VU, 0, UNIT * 4);
+            memset(sum, 0, (size_t)cache->value_dim * 4);
+            memset(total, 0, UNIT * 4);
             scratch->top[row] = -INFINITY;
         }
     }
@@ -91,8 +95,8 @@ static void load_rows(const Attention *a, const Cache *cache, const Item *item, 
 static void keep_rows(const AttentionPlan *plan, const Cache *cache, const Scratch *scratch, int rows) {
     for (int row = 0; row < rows; row++) {
         int64_t place = scratch->place[row];
-        memcpy(plan->sum + place * cache->value_dim, scratch->sum + row * cache->value_dim, (size_t)cache->value_dim * 4);
-        memcpy(plan->total + place * UNIT, scratch->total + row * VU, UNIT * 4);
+        copy_units(scratch->sum + row * cache->value_dim, plan->sum + place * cache->value_dim, cache->value_dim);
+        copy_units((const float *)(scratch->total + row * VU), plan->total + place * UNIT, UNIT);
         plan->top[place] = scratch->top[row];
     }
 }

@@ -11,21 +11,35 @@
 #include "attention_int8_weigh.h"
 #include "attention_tile.h"
 
+/* Has a unit fetched. Memory that is in the cache already costs next to nothing. */
+static void fetch_unit(const Cache *cache, const Units *units, int u) {
+    for (int64_t quad = 0; quad < (cache->head_dim + 3) / 4; quad++)
+        __builtin_prefetch(units->keys[u] + quad * cache->block_size * 4, 0, 2);
+    for (int64_t at = 0; at < cache->value_dim * UNIT; at += 64) __builtin_prefetch(units->values[u] + at, 0, 2);
+}
+
 #if HAS_AMX_ATTENTION
-static void amx_chunk(const Cache *cache, const Scratch *scratch, int rows, const Units *units, const Units *ahead,
-                      const Stretch *stretch) {
+/* Whether rows [row, row + count) see all of the chunk, and nothing but that has to be looked at. */
+static int sees_whole_chunk(const Scratch *scratch, const Stretch *stretch, int row, int count) {
+    if (stretch->from > 0 || stretch->to < CHUNK || stretch->soft_cap > 0) return 0;
+    for (int r = row; r < row + count; r++) {
+        int64_t at = scratch->position[r] - stretch->start;
+        if (at < CHUNK - 1 || (stretch->window && at >= stretch->window)) return 0;
+    }
+    return 1;
+}
+
+static void amx_chunk(const Cache *cache, const Scratch *scratch, int rows, const Units *units, const Stretch *stretch) {
     int first = stretch->from / UNIT, end = (stretch->to + UNIT - 1) / UNIT;
-    for (int unit = first; unit < end; unit++)
-        for (int64_t at = 0; at < cache->value_dim * UNIT; at += 64) {
-            if (at < cache->head_dim * UNIT) __builtin_prefetch(ahead->keys[unit] + at / 64 * cache->block_size * 4, 0, 2);
-            __builtin_prefetch(ahead->values[unit] + at, 0, 2);
-        }
     copy_values(cache, scratch, units, first, end);
     /* One tile of rows after the other, so that all of it stays in the nearest cache. */
     for (int row = 0; row < rows; row += AMX_ROWS) {
         int count = rows - row < AMX_ROWS ? rows - row : AMX_ROWS;
         amx_score_tile(cache, scratch, row, units, first, end, scratch->tile_sums);
-        for (int r = 0; r < count; r++) int8_weigh_row(scratch, stretch, row + r, scratch->tile_sums + r * CHUNK, 1);
+        if (sees_whole_chunk(scratch, stretch, row, count))
+            int8_weigh_tile(scratch, row, count, scratch->tile_sums, stretch->most);
+        else
+            for (int r = 0; r < count; r++) int8_weigh_row(scratch, stretch, row + r, scratch->tile_sums + r * CHUNK, 1);
         for (int64_t d = 0; d < cache->value_dim; d += CHUNK) {
             int64_t d_end = at_most(d + CHUNK, cache->value_dim);
             amx_value_tile(scratch, row, d, d_end, scratch->tile_sums);
@@ -39,13 +53,19 @@ static void int8_chunk(const Cache *cache, const Scratch *scratch, int rows, con
                        int64_t start, int from, int to, int64_t window, float soft_cap) {
     int first = from / UNIT, end = (to + UNIT - 1) / UNIT;
     Stretch stretch = {start, window, from, to, soft_cap, load_scales(cache, scratch, units, from, to)};
-    for (int u = first; u < end; u++) {
+    int is_amx = 0;
+#if HAS_AMX_ATTENTION
+    is_amx = scratch->use_amx && rows > INT_ROWS;
+#endif
+    for (int u = 0; u < CHUNK_UNITS; u++) {
         __builtin_prefetch(ahead->scales[u], 0, 2);
         __builtin_prefetch(ahead->scales[u] + cache->block_size, 0, 2);
+        /* Products in vectors fetch one unit for each that they read. */
+        if (is_amx || u < first || u >= end) fetch_unit(cache, ahead, u);
     }
 #if HAS_AMX_ATTENTION
-    if (scratch->use_amx && rows > INT_ROWS) {
-        amx_chunk(cache, scratch, rows, units, ahead, &stretch);
+    if (is_amx) {
+        amx_chunk(cache, scratch, rows, units, &stretch);
         return;
     }
 #endif

@@ -23,19 +23,20 @@ INLINE vi round_to_int(vf x) {
 /* Writes a row's query as integers. */
 static void quantize_query(const Scratch *scratch, int64_t row, const float *query, int64_t dim, float scale) {
     int64_t padded = padded_dim(dim);
-    float *x = scratch->wide;
     int32_t *whole = (int32_t *)scratch->wide;
+    const float *x = query;
     vf most = vf_set1(0.0f), zero = vf_set1(0.0f);
     vi total = vi_set1(0);
-    memset(x + dim, 0, (size_t)(padded - dim) * 4);
-    memcpy(x, query, (size_t)dim * 4);
+    if (padded > dim) {
+        memset(scratch->wide + dim, 0, (size_t)(padded - dim) * 4);
+        x = memcpy(scratch->wide, query, (size_t)dim * 4);
+    }
     for (int64_t d = 0; d < padded; d += VW) {
         vf at = vf_load(x + d);
         most = vf_max(most, vf_max(at, -at));
         zero = zero + at * vf_set1(0.0f); /* NaN for what is not finite */
     }
-    float top = vf_max_lane(most), bad = 0;
-    for (int v = 0; v < VW; v++) bad += zero[v];
+    float top = vf_max_lane(most), bad = vf_has_nan(zero) ? NAN : 0;
     float inverse = top > 0 && bad == 0 ? QUERY_LEVEL / top : 0;
     /* Of numbers near the smallest there are the inverse is infinite. */
     if (!(inverse < INFINITY)) inverse = 0;
@@ -47,11 +48,9 @@ static void quantize_query(const Scratch *scratch, int64_t row, const float *que
         total = total + rounded;
         *(vi_unaligned *)(whole + d) = rounded;
     }
-    uint32_t excess = 0;
-    for (int v = 0; v < VW; v++) excess += (uint32_t)total[v] * KEY_OFFSET;
     int8_t *planes = scratch->planes + row * 2 * padded;
     split_factors(whole, padded, 1, planes, planes + padded);
-    scratch->excess[row] = (int32_t)excess;
+    scratch->excess[row] = (int32_t)((uint32_t)vi_sum_lanes(total) * KEY_OFFSET);
     scratch->factor[row] = top / QUERY_LEVEL * scale + bad;
 }
 
@@ -154,5 +153,69 @@ INLINE void int8_weigh_row(const Scratch *scratch, const Stretch *stretch, int r
     else
         int8_weigh(scratch, row, sums, low, high, stretch->most, 0, 1, is_split);
 }
+
+#if HAS_AMX_ATTENTION
+/* The largest lane of each of 16 vectors, in their order. */
+INLINE __m512 max_of_each(const __m512 *x) {
+    __m512 half[8], quarter[4], pair[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        half[i] = _mm512_max_ps(_mm512_shuffle_f32x4(x[i], x[i + 8], 0x44), _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        quarter[i] = _mm512_max_ps(_mm512_shuffle_f32x4(half[i], half[i + 4], 0x88), _mm512_shuffle_f32x4(half[i], half[i + 4], 0xdd));
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+        pair[i] = _mm512_max_ps(_mm512_unpacklo_ps(quarter[2 * i], quarter[2 * i + 1]), _mm512_unpackhi_ps(quarter[2 * i], quarter[2 * i + 1]));
+    __m512 all = _mm512_max_ps(_mm512_shuffle_ps(pair[0], pair[1], 0x44), _mm512_shuffle_ps(pair[0], pair[1], 0xee));
+    return _mm512_shuffle_f32x4(all, all, 0xd8);
+}
+
+/* The same as int8_weigh for up to 16 rows that see all of the chunk, without a soft cap: what is done once for a row there is done once
+ * for all rows here. The scores take the place of the sums of high bytes. */
+static void int8_weigh_tile(const Scratch *scratch, int row, int count, int32_t *sums, float most) {
+    __m512 highest[AMX_ROWS];
+    vf key_scale[CHUNK / VW];
+#pragma GCC unroll 16
+    for (int v = 0; v < CHUNK / VW; v++) key_scale[v] = vf_load(scratch->key_scale + v * VW);
+#pragma GCC unroll 16
+    for (int r = 0; r < AMX_ROWS; r++) {
+        int32_t *high = sums + r * CHUNK;
+        vi excess = vi_set1(scratch->excess[row + r]);
+        vf score[CHUNK / VW];
+#pragma GCC unroll 16
+        for (int v = 0; v < CHUNK / VW; v++) {
+            vi whole = dot_total(load_words(high + v * VW), load_words(high + AMX_SUMS + v * VW)) - excess;
+            score[v] = __builtin_convertvector(whole, vf) * key_scale[v];
+            vf_store((float *)high + v * VW, score[v]);
+        }
+        highest[r] = (__m512)vf_max(vf_max(score[0], score[1]), vf_max(score[2], score[3]));
+    }
+    vf top = (vf)max_of_each(highest) * vf_load(scratch->factor + row), before = vf_load(scratch->top + row);
+    vi stays = before >= top;
+    vf_store(scratch->shrink + row, vf_select(stays, vf_set1(1.0f), vf_exp2(before - top, 0)));
+    top = vf_select(stays, before, top);
+    vf_store(scratch->top + row, top);
+    vf_store(scratch->level + row, vf_set1(most * (1.0f / WEIGHT_LEVEL)));
+    vf value_level[CHUNK / VW];
+#pragma GCC unroll 16
+    for (int v = 0; v < CHUNK / VW; v++) value_level[v] = vf_load(scratch->value_level + v * VW);
+    for (int r = 0; r < count; r++) {
+        const float *score = (const float *)sums + r * CHUNK;
+        vf factor = vf_set1(scratch->factor[row + r]), minus = vf_set1(-scratch->top[row + r]);
+        vf *total = scratch->total + (row + r) * VU, sum = total[0] * vf_set1(scratch->shrink[row + r]);
+        vi weight[CHUNK / VW];
+#pragma GCC unroll 16
+        for (int v = 0; v < CHUNK / VW; v++) {
+            vf w = vf_exp2(vf_fma(vf_load(score + v * VW), factor, minus), 1);
+            sum = sum + w;
+            weight[v] = round_to_int(w * value_level[v]);
+        }
+        total[0] = sum;
+        int8_t *weights = scratch->weights + (row + r) * 2 * CHUNK;
+        split_64(weight, weights, weights + CHUNK);
+    }
+}
+#endif
 
 #endif

@@ -45,8 +45,7 @@ static float scale_of(const float *x, int64_t n) {
         most = vf_max(most, vf_max(at, -at));
         zero = zero + at * vf_set1(0.0f); /* NaN for what is not finite */
     }
-    float top = vf_max_lane(most), bad = 0;
-    for (int v = 0; v < VW; v++) bad += zero[v];
+    float top = vf_max_lane(most), bad = vf_has_nan(zero) ? NAN : 0;
     for (; i < n; i++) {
         top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
         bad += x[i] * 0.0f;
@@ -54,7 +53,7 @@ static float scale_of(const float *x, int64_t n) {
     return top / 127 + bad;
 }
 
-/* Up to STRETCH numbers divided by the scale and rounded; the rest, up to a multiple of 16, is anything. */
+/* Up to STRETCH numbers divided by the scale and rounded; zeros up to a multiple of 16. */
 static void to_integers(const float *x, float scale, int64_t n, int32_t *out) {
     const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to the nearest integer, ties to even */
     float padded[STRETCH] = {0};
@@ -69,6 +68,24 @@ static void to_integers(const float *x, float scale, int64_t n, int32_t *out) {
     }
 }
 
+/* Four bytes after the other of one token's keys, groups `stride` bytes apart. */
+static void store_keys(uint8_t *to, int64_t stride, const int32_t *whole, int64_t count) {
+    uint8_t bytes[STRETCH];
+    for (int64_t d = 0; d < STRETCH; d++) bytes[d] = (uint8_t)(whole[d] + KEY_OFFSET);
+    for (int64_t d = 0; d < count; d += 4, to += stride) memcpy(to, bytes + d, 4);
+}
+
+/* Every fourth byte: those of the other tokens may be written by another thread at the same time. */
+static void store_values(int8_t *to, int place, const int32_t *whole, int64_t count) {
+#if VW == 16 && defined(__AVX512BW__)
+    for (int64_t d = 0; d < count; d += VW)
+        _mm512_mask_storeu_epi8(to + 4 * d, 0x1111111111111111ull << place,
+                                _mm512_slli_epi32(_mm512_loadu_si512(whole + d), (unsigned)(8 * place)));
+#else
+    for (int64_t d = 0; d < count; d++) to[4 * d + place] = (int8_t)whole[d];
+#endif
+}
+
 /* A token that is not finite gets the scale NaN for its keys and zeros as values: whoever sees it gets NaN, nobody else. */
 static void store_integers(const Cache *cache, char *head, int64_t offset, const float *key, const float *value) {
     float key_scale = scale_of(key, cache->head_dim), value_scale = scale_of(value, cache->head_dim);
@@ -79,15 +96,13 @@ static void store_integers(const Cache *cache, char *head, int64_t offset, const
     uint8_t *keys = (uint8_t *)head;
     int8_t *values = (int8_t *)(head + cache->values_at);
     int64_t block_size = cache->block_size, value_dim = cache->value_dim;
-    int32_t whole[STRETCH];
+    int32_t whole[STRETCH] = {0};
     for (int64_t first = 0; first < cache->head_dim; first += STRETCH) {
         int64_t count = cache->head_dim - first < STRETCH ? cache->head_dim - first : STRETCH;
         to_integers(key + first, key_scale, count, whole);
-        for (int64_t d = 0; d < count; d++)
-            keys[((first + d) / 4 * block_size + offset) * 4 + d % 4] = (uint8_t)(whole[d] + KEY_OFFSET);
+        store_keys(keys + (first / 4 * block_size + offset) * 4, block_size * 4, whole, count);
         to_integers(value + first, value_scale, count, whole);
-        int8_t *to = values + (offset / 4 * value_dim + first) * 4 + offset % 4;
-        for (int64_t d = 0; d < count; d++) to[4 * d] = (int8_t)whole[d];
+        store_values(values + (offset / 4 * value_dim + first) * 4, (int)(offset % 4), whole, count);
     }
     float *scales = (float *)(head + cache->scales_at);
     scales[offset] = key_scale;

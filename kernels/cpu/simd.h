@@ -72,6 +72,26 @@ INLINE float vf_max_lane(vf x) {
 #endif
 }
 
+/* Sum over the lanes, modulo 2^32. */
+INLINE int32_t vi_sum_lanes(vi x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    uint32_t sum = 0;
+    for (int i = 0; i < VW; i++) sum += (uint32_t)x[i];
+    return (int32_t)sum;
+#endif
+}
+
+/* Whether any lane is no number. */
+INLINE int vf_has_nan(vf x) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0;
+#else
+    return vi_sum_lanes(x != x) != 0;
+#endif
+}
+
 /* The numbers of the lanes: 0, 1, 2, ... */
 INLINE vi vi_lanes(void) {
     static const int32_t lanes[UNIT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
