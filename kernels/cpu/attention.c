@@ -22,13 +22,51 @@ typedef struct {
     float *out;             /* [tokens, heads, head_dim] */
 } Attention;
 
-/* Points `units` at the item's tokens in the chunk that begins at `start`; units without any stay as they are. */
-static void find_units(const AttentionPlan *plan, const Cache *cache, const Item *item, int64_t start, Units *units) {
-    const int32_t *table = plan->tables + item->sequence * plan->table_stride;
+/* A stretch of tokens that rows of an item are taken through together: all rows through the item's own tokens; after a shared
+ * beginning those of each member through the rest of its tokens. */
+typedef struct {
+    int64_t sequence, head;
+    int64_t first, end;
+    int row, rows; /* of the item's */
+} Leg;
+
+/* Where an item is: in which leg, and at the beginning of which chunk. */
+typedef struct {
+    const Item *item;
+    Leg leg;
+    int member; /* whose leg it is; -1: all rows' */
+    int64_t start;
+} Place;
+
+static Leg member_leg(const AttentionPlan *plan, const Item *item, int member, int row) {
+    int64_t sequence = item->members[member], first = at_least(first_seen(plan, past_of(plan, sequence)), item->end);
+    return (Leg){sequence, item->head, first, plan->lengths[sequence], row, (int)(queries_of(plan, sequence) * plan->group)};
+}
+
+/* Goes to the next chunk, of the next leg if this one ends. Returns 0 behind the last. */
+static int advance(const AttentionPlan *plan, Place *at, int64_t start) {
+    at->start = start;
+    while (at->start >= at->leg.end) {
+        if (!at->item->members || ++at->member == at->item->count) return 0;
+        at->leg = member_leg(plan, at->item, at->member, at->member ? at->leg.row + at->leg.rows : 0);
+        at->start = at->leg.first / CHUNK * CHUNK;
+    }
+    return 1;
+}
+
+static Place begin(const AttentionPlan *plan, const Item *item) {
+    Place at = {item, {item->sequence, item->head, item->first, item->end, 0, (int)item->rows}, -1, 0};
+    advance(plan, &at, item->first / CHUNK * CHUNK);
+    return at;
+}
+
+/* Points `units` at the leg's tokens in the chunk that begins at `start`; units without any stay as they are. */
+static void find_units(const AttentionPlan *plan, const Cache *cache, const Leg *leg, int64_t start, Units *units) {
+    const int32_t *table = plan->tables + leg->sequence * plan->table_stride;
     for (int u = 0; u < CHUNK_UNITS; u++) {
         int64_t token = start + u * UNIT;
-        if (token + UNIT <= item->first || token >= item->end) continue;
-        const char *head = head_of(cache, table[token / cache->block_size], item->head);
+        if (token + UNIT <= leg->first || token >= leg->end) continue;
+        const char *head = head_of(cache, table[token / cache->block_size], leg->head);
         int64_t offset = token % cache->block_size;
         if (cache->type == KV_INT8) {
             units->keys[u] = head + offset * 4;
@@ -64,11 +102,6 @@ static int add_rows(const Attention *a, const Cache *cache, const Scratch *scrat
     return rows;
 }
 
-/* `n` floats, a multiple of UNIT. */
-INLINE void copy_units(const float *from, float *to, int64_t n) {
-    for (int64_t i = 0; i < n; i += VW) vf_store(to + i, vf_load(from + i));
-}
-
 static void load_rows(const Attention *a, const Cache *cache, const Item *item, const Scratch *scratch) {
     const AttentionPlan *plan = a->plan;
     int rows = 0;
@@ -77,28 +110,9 @@ static void load_rows(const Attention *a, const Cache *cache, const Item *item, 
             rows = add_rows(a, cache, scratch, rows, item->members[m], 0, queries_of(plan, item->members[m]), item->head);
     else
         rows = add_rows(a, cache, scratch, 0, item->sequence, item->query, item->count, item->head);
-    for (int row = 0; row < rows; row++) {
-        float *sum = scratch->sum + row * cache->value_dim, *total = (float *)(scratch->total + row * VU);
-        if (item->goes_on) {
-            int64_t place = scratch->place[row];
-            copy_units(plan->sum + place * cache->value_dim, sum, cache->value_dim);
-            copy_units(plan->total + place * UNIT, total, UNIT);
-            scratch->top[row] = plan->top[place];
-        } else {
-            memset(sum, 0, (size_t)cache->value_dim * 4);
-            memset(total, 0, UNIT * 4);
-            scratch->top[row] = -INFINITY;
-        }
-    }
-}
-
-static void keep_rows(const AttentionPlan *plan, const Cache *cache, const Scratch *scratch, int rows) {
-    for (int row = 0; row < rows; row++) {
-        int64_t place = scratch->place[row];
-        copy_units(scratch->sum + row * cache->value_dim, plan->sum + place * cache->value_dim, cache->value_dim);
-        copy_units((const float *)(scratch->total + row * VU), plan->total + place * UNIT, UNIT);
-        plan->top[place] = scratch->top[row];
-    }
+    memset(scratch->sum, 0, (size_t)(rows * cache->value_dim) * 4);
+    memset(scratch->total, 0, (size_t)rows * UNIT * 4);
+    for (int row = 0; row < rows; row++) scratch->top[row] = -INFINITY;
 }
 
 static void finish_rows(const Attention *a, const Cache *cache, const Scratch *scratch, int rows) {
@@ -175,35 +189,70 @@ static void walk_chunk(const Attention *a, const Cache *cache, const Scratch *sc
     }
 }
 
-static int64_t first_chunk(const Item *item) { return item->first / CHUNK * CHUNK; }
+/* The rows from `row` on. */
+static Scratch rows_from(const Scratch *scratch, const Cache *cache, int row) {
+    Scratch rows = *scratch;
+    rows.sum += row * cache->value_dim;
+    rows.score += row * CHUNK;
+    rows.total += row * VU;
+    rows.top += row, rows.shrink += row, rows.position += row, rows.place += row;
+    if (cache->type == KV_INT8) {
+        rows.planes += row * 2 * padded_dim(cache->head_dim);
+        rows.weights += row * 2 * CHUNK;
+        rows.excess += row, rows.factor += row, rows.level += row;
+    } else {
+        rows.query += row * cache->head_dim;
+    }
+    return rows;
+}
+
+/* While rows of all members go through a shared beginning they wait for arithmetic, and memory is idle: meanwhile the
+ * beginnings of what each goes on with are fetched. Fetches those of members [from, to). */
+static void fetch_members(const Attention *a, const Cache *cache, const Item *item, int from, int to) {
+    for (int m = from; m < to; m++) {
+        Leg leg = member_leg(a->plan, item, m, 0);
+        int64_t start = leg.first / CHUNK * CHUNK;
+        Units units = {0};
+        find_units(a->plan, cache, &leg, start, &units);
+        for (int u = 0; u < CHUNK_UNITS; u++)
+            if (units.keys[u]) fetch_unit(cache, &units, u);
+    }
+}
 
 /* Takes an item's rows through its tokens, and fetches the beginning of `next` (NULL: none) meanwhile. */
 static void walk(const Attention *a, const Cache *cache, const Item *item, const Item *next, const Scratch *scratch) {
-    int rows = (int)item->rows;
+    const AttentionPlan *plan = a->plan;
     load_rows(a, cache, item, scratch);
+    Place at = begin(plan, item);
     Units units, ahead;
     memset(&ahead, 0, sizeof ahead);
-    find_units(a->plan, cache, item, first_chunk(item), &ahead);
-    for (int64_t start = first_chunk(item); start < item->end; start += CHUNK) {
+    find_units(plan, cache, &at.leg, at.start, &ahead);
+    for (int is_more = 1; is_more;) {
+        Place then = at;
         units = ahead;
-        int is_last = start + CHUNK >= item->end;
         /* A unit that is not there keeps its pointer: fetching what the cache holds already costs little. */
-        if (!is_last)
-            find_units(a->plan, cache, item, start + CHUNK, &ahead);
-        else if (next)
-            find_units(a->plan, cache, next, first_chunk(next), &ahead);
-        int from = (int)at_least(item->first - start, 0), to = (int)at_most(item->end - start, CHUNK);
-        walk_chunk(a, cache, scratch, rows, &units, &ahead, start, from, to);
+        if ((is_more = advance(plan, &then, at.start + CHUNK))) {
+            find_units(plan, cache, &then.leg, then.start, &ahead);
+        } else if (next) {
+            Place after = begin(plan, next);
+            find_units(plan, cache, &after.leg, after.start, &ahead);
+        }
+        Scratch rows = rows_from(scratch, cache, at.leg.row);
+        int from = (int)at_least(at.leg.first - at.start, 0), to = (int)at_most(at.leg.end - at.start, CHUNK);
+        if (item->members && at.member < 0) {
+            int64_t begun = at.start / CHUNK - item->first / CHUNK, chunks = (item->end - 1) / CHUNK - item->first / CHUNK + 1;
+            fetch_members(a, cache, item, (int)(begun * item->count / chunks), (int)((begun + 1) * item->count / chunks));
+        }
+        walk_chunk(a, cache, &rows, at.leg.rows, &units, &ahead, at.start, from, to);
+        at = then;
     }
-    if (item->members)
-        keep_rows(a->plan, cache, scratch, rows);
-    else
-        finish_rows(a, cache, scratch, rows);
+    finish_rows(a, cache, scratch, (int)item->rows);
 }
 
 static size_t lay_out(const AttentionPlan *plan, char *memory, Scratch *scratch) {
     const Cache *cache = &plan->cache;
-    int64_t rows = (at_least(TILE_ROWS, plan->group) + 15) / 16 * 16;
+    /* Tiles of 16 rows may begin at any row. */
+    int64_t rows = tile_rows(plan) + 15;
     size_t used = 0;
     scratch->sum = part(memory, &used, rows * cache->value_dim * 4);
     scratch->score = part(memory, &used, rows * CHUNK * 4);
@@ -221,53 +270,38 @@ static size_t lay_out(const AttentionPlan *plan, char *memory, Scratch *scratch)
     return used;
 }
 
-static void walk_items(const Attention *a, const Items *items, Step *step, int64_t chunk, int64_t of) {
+static int64_t attention_chunks(const void *args, const Step *step) {
+    const AttentionPlan *plan = ((const Attention *)args)->plan;
+    if (step->threads == 1) return plan->count > 0;
+    /* Chunks of at least some microseconds, and many of them, for items differ. */
+    return at_most(at_most(plan->count, 16 * step->threads), plan->cost / 5000 + 1);
+}
+
+static void attention_run(const void *args, Step *step, int64_t chunk, int64_t of) {
+    const Attention *a = args;
+    const AttentionPlan *plan = a->plan;
     Scratch scratch = {0};
-    char *memory = thread_scratch(lay_out(a->plan, 0, &scratch));
+    char *memory = thread_scratch(lay_out(plan, 0, &scratch));
     if (!memory) {
         step_fail(step, NO_MEMORY);
         return;
     }
-    lay_out(a->plan, memory, &scratch);
-    Cache cache = a->plan->cache;
+    lay_out(plan, memory, &scratch);
+    Cache cache = plan->cache;
     cache.data = a->data;
 #if HAS_AMX_ATTENTION
     if (scratch.use_amx) configure_tiles();
 #endif
-    int64_t end = chunk_begin(items->count, chunk + 1, of);
+    int64_t end = chunk_begin(plan->count, chunk + 1, of);
     /* The chunk that this thread will probably take next. */
-    int64_t after = chunk + step->threads < of ? chunk_begin(items->count, chunk + step->threads, of) : items->count;
-    for (int64_t i = chunk_begin(items->count, chunk, of); i < end; i++) {
+    int64_t after = chunk + step->threads < of ? chunk_begin(plan->count, chunk + step->threads, of) : plan->count;
+    for (int64_t i = chunk_begin(plan->count, chunk, of); i < end; i++) {
         int64_t next = i + 1 < end ? i + 1 : after;
-        walk(a, &cache, items->items + i, next < items->count ? items->items + next : 0, &scratch);
+        walk(a, &cache, plan->items + i, next < plan->count ? plan->items + next : 0, &scratch);
     }
 #if HAS_AMX_ATTENTION
     if (scratch.use_amx) _tile_release();
 #endif
 }
 
-/* Chunks of at least some microseconds, and many of them, for items differ. */
-static int64_t item_chunks(const Items *items, const Step *step) {
-    if (step->threads == 1) return items->count > 0;
-    return at_most(at_most(items->count, 16 * step->threads), items->cost / 5000 + 1);
-}
-
-static int64_t shared_chunks(const void *args, const Step *step) {
-    return item_chunks(&((const Attention *)args)->plan->begun, step);
-}
-
-static int64_t own_chunks(const void *args, const Step *step) {
-    return item_chunks(&((const Attention *)args)->plan->own, step);
-}
-
-static void shared_run(const void *args, Step *step, int64_t chunk, int64_t of) {
-    walk_items(args, &((const Attention *)args)->plan->begun, step, chunk, of);
-}
-
-static void own_run(const void *args, Step *step, int64_t chunk, int64_t of) {
-    walk_items(args, &((const Attention *)args)->plan->own, step, chunk, of);
-}
-
-/* What is begun together comes before all that goes on from there. */
-const Kernel kernel_attention_shared = {shared_chunks, shared_run};
-const Kernel kernel_attention_own = {own_chunks, own_run};
+const Kernel kernel_attention = {attention_chunks, attention_run};

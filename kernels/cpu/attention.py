@@ -23,8 +23,7 @@ _ERRORS = {
 }
 _STORE = Operation("store_kv", "pnpnpspnnnnn")
 _PLAN = Operation("plan_attention", "ppppsssnnnnnnn", _ERRORS, "attention")
-_SHARED = Operation("attention_shared", "ppnpddp", _ERRORS, "attention")
-_OWN = Operation("attention_own", "ppnpddp", _ERRORS, "attention")
+_ATTENTION = Operation("attention", "ppnpddp", _ERRORS)
 
 
 class Plan:
@@ -170,7 +169,7 @@ def _walk(
     walk: tuple[Field, ...] = (
         plan.address, query, query.stride(0), kv.data, float(scale), float(soft_cap or 0.0), out
     )  # fmt: skip
-    calls.together([*steps, (_SHARED, walk), (_OWN, walk)])
+    calls.together([*steps, (_ATTENTION, walk)])
     return out
 
 

@@ -11,13 +11,6 @@
 #include "attention_int8_weigh.h"
 #include "attention_tile.h"
 
-/* Has a unit fetched. Memory that is in the cache already costs next to nothing. */
-static void fetch_unit(const Cache *cache, const Units *units, int u) {
-    for (int64_t quad = 0; quad < (cache->head_dim + 3) / 4; quad++)
-        __builtin_prefetch(units->keys[u] + quad * cache->block_size * 4, 0, 2);
-    for (int64_t at = 0; at < cache->value_dim * UNIT; at += 64) __builtin_prefetch(units->values[u] + at, 0, 2);
-}
-
 #if HAS_AMX_ATTENTION
 /* Whether rows [row, row + count) see all of the chunk, and nothing but that has to be looked at. */
 static int sees_whole_chunk(const Scratch *scratch, const Stretch *stretch, int row, int count) {

@@ -192,7 +192,8 @@ static void int8_weigh_tile(const Scratch *scratch, int row, int count, int32_t 
         highest[r] = (__m512)vf_max(vf_max(score[0], score[1]), vf_max(score[2], score[3]));
     }
     vf top = (vf)max_of_each(highest) * vf_load(scratch->factor + row), before = vf_load(scratch->top + row);
-    vi stays = before >= top;
+    /* Rows behind may be anything's. */
+    vi stays = (before >= top) | (vi_lanes() >= vi_set1(count));
     vf_store(scratch->shrink + row, vf_select(stays, vf_set1(1.0f), vf_exp2(before - top, 0)));
     top = vf_select(stays, before, top);
     vf_store(scratch->top + row, top);

@@ -5,6 +5,8 @@
 #include "attention_plan.h"
 #include "kernels.h"
 
+#define ITEMS_PER_THREAD 4 /* of those that several sequences share, if there are rows enough */
+
 typedef struct {
     AttentionPlan *plan;
     const int32_t *starts, *lengths, *tables;
@@ -18,11 +20,6 @@ void *bg_attention_plan_new(void) { return calloc(1, sizeof(AttentionPlan)); }
 void bg_attention_plan_free(void *plan) {
     if (plan) free(((AttentionPlan *)plan)->memory);
     free(plan);
-}
-
-/* The first token that a query sees which stands after `past` tokens. */
-static int64_t first_seen(const AttentionPlan *plan, int64_t past) {
-    return plan->window ? at_least(past - plan->window + 1, 0) : 0;
 }
 
 /* Returns 0 if every length and block that will be read is in range. */
@@ -83,54 +80,70 @@ static int64_t find_shared(const AttentionPlan *plan) {
     return count - run == 1 ? count - 1 : count;
 }
 
-static void add_item(const AttentionPlan *plan, Items *items, Item item) {
-    items->items[items->count++] = item;
-    /* By bytes or by products, whichever takes longer, as a server's core does them. */
-    int64_t numbers = (item.end - item.first) * (plan->cache.head_dim + plan->cache.value_dim);
-    items->cost += at_least(numbers * kv_bytes(plan->cache.type) / 8, numbers * item.rows / 32);
+/* By bytes or by products, whichever takes longer, as a server's core does them. */
+static int64_t cost_of(const AttentionPlan *plan, int64_t tokens, int64_t rows) {
+    int64_t numbers = tokens * (plan->cache.head_dim + plan->cache.value_dim);
+    return at_least(numbers * kv_bytes(plan->cache.type) / 8, numbers * rows / 32);
+}
+
+static void add_item(AttentionPlan *plan, Item item) {
+    plan->items[plan->count++] = item;
+    plan->cost += item.cost;
+}
+
+/* Rows of an item of members: a tile, or less if that leaves threads without an item. */
+static int64_t member_rows(const AttentionPlan *plan, int64_t members, int64_t threads) {
+    int64_t rows = 0;
+    for (int64_t m = 0; m < members; m++) rows += queries_of(plan, plan->members[m]) * plan->group;
+    int64_t share = rows * plan->cache.kv_heads / (ITEMS_PER_THREAD * threads) / UNIT * UNIT;
+    return at_most(at_least(share, UNIT), tile_rows(plan));
 }
 
 /* Items for shared beginnings: members of one run, as many as fill a tile. */
-static void cut_shared(AttentionPlan *plan, int64_t count) {
+static void cut_shared(AttentionPlan *plan, int64_t count, int64_t threads) {
     const int32_t *members = plan->members;
-    int64_t first = 0, rows = 0, seen = 0;
+    int64_t first = 0, rows = 0, seen = 0, cost = 0, most = member_rows(plan, count, threads);
     for (int64_t m = 0; m < count; m++) {
+        int64_t own = queries_of(plan, members[m]) * plan->group, shared = plan->shared[members[m]];
         int64_t low = first_seen(plan, past_of(plan, members[m]));
-        rows += queries_of(plan, members[m]) * plan->group;
+        rows += own;
+        cost += cost_of(plan, plan->lengths[members[m]] - at_least(shared, low), own);
         seen = m == first ? low : at_most(low, seen);
         int is_end = m + 1 == count || plan->leader[members[m + 1]] != plan->leader[members[m]] ||
-                     rows + queries_of(plan, members[m + 1]) * plan->group > TILE_ROWS;
+                     rows + queries_of(plan, members[m + 1]) * plan->group > most;
         if (!is_end) continue;
+        seen = at_most(seen, shared);
+        cost += cost_of(plan, shared - seen, rows);
         for (int64_t g = 0; g < plan->cache.kv_heads; g++) {
-            Item item = {members[first], (int32_t)g, 0, (int32_t)(m + 1 - first), members + first,
-                         at_most(seen, plan->shared[members[first]]), plan->shared[members[first]], rows, 0};
-            add_item(plan, &plan->begun, item);
+            Item item = {members[first], (int32_t)g, 0, (int32_t)(m + 1 - first), members + first, seen, shared, rows, cost};
+            add_item(plan, item);
         }
         first = m + 1;
-        rows = 0;
+        rows = cost = 0;
     }
 }
 
-static int64_t tile_queries(const AttentionPlan *plan) { return at_least(TILE_ROWS / plan->group, 1); }
+static int64_t tile_queries(const AttentionPlan *plan) { return tile_rows(plan) / plan->group; }
 
 /* Items for everything else. */
 static void cut_own(AttentionPlan *plan) {
     int64_t tile = tile_queries(plan);
-    for (int64_t s = 0; s < plan->sequences; s++)
+    for (int64_t s = 0; s < plan->sequences; s++) {
+        if (plan->shared[s]) continue;
         for (int64_t query = 0, queries = queries_of(plan, s); query < queries; query += tile)
             for (int64_t g = 0; g < plan->cache.kv_heads; g++) {
                 int64_t count = at_most(queries - query, tile), position = past_of(plan, s) + query;
-                int64_t first = at_least(first_seen(plan, position), plan->shared[s]);
-                Item item = {(int32_t)s, (int32_t)g, (int32_t)query, (int32_t)count, 0,
-                             first, position + count, count * plan->group, plan->shared[s] > 0};
-                add_item(plan, &plan->own, item);
+                int64_t first = first_seen(plan, position), end = position + count, rows = count * plan->group;
+                Item item = {(int32_t)s, (int32_t)g,   (int32_t)query, (int32_t)count, 0, first, end, rows,
+                             cost_of(plan, end - first, rows)};
+                add_item(plan, item);
             }
+    }
 }
 
 /* Longest first, so that the threads end together. */
 static int by_cost(const void *a, const void *b) {
-    const Item *left = a, *right = b;
-    int64_t x = (left->end - left->first) * left->rows, y = (right->end - right->first) * right->rows;
+    int64_t x = ((const Item *)a)->cost, y = ((const Item *)b)->cost;
     return x < y ? 1 : x > y ? -1 : 0;
 }
 
@@ -141,31 +154,23 @@ static void *take(char *memory, size_t *used, int64_t bytes) {
     return at;
 }
 
-/* Lays out what does not depend on shared beginnings, and returns its bytes. */
-static size_t lay_out(AttentionPlan *plan, char *memory, int64_t own, int64_t places) {
+/* Lays out the plan's arrays, and returns their bytes. */
+static size_t lay_out(AttentionPlan *plan, char *memory, int64_t items) {
     size_t used = 0;
     int64_t sequences = plan->sequences;
     plan->members = take(memory, &used, sequences * 4);
     plan->leader = take(memory, &used, sequences * 4);
     plan->shared = take(memory, &used, sequences * 8);
-    plan->begun.items = take(memory, &used, sequences * plan->cache.kv_heads * (int64_t)sizeof(Item));
-    plan->own.items = take(memory, &used, own * (int64_t)sizeof(Item));
-    plan->sum = take(memory, &used, places * plan->cache.value_dim * 4);
-    plan->total = take(memory, &used, places * UNIT * 4);
-    plan->top = take(memory, &used, places * 4);
+    plan->items = take(memory, &used, items * (int64_t)sizeof(Item));
     return used;
 }
 
 /* Makes room for all that the step may need. Returns 0 or an error. */
 static int64_t reserve(AttentionPlan *plan) {
-    int64_t own = 0, thin = 0, tile = tile_queries(plan);
-    for (int64_t s = 0; s < plan->sequences; s++) {
-        int64_t queries = queries_of(plan, s);
-        own += (queries + tile - 1) / tile * plan->cache.kv_heads;
-        if (queries * plan->group <= THIN_ROWS) thin = plan->tokens;
-    }
-    int64_t places = plan->sequences > 1 ? thin * plan->heads : 0;
-    size_t bytes = lay_out(plan, 0, own, places);
+    int64_t items = 0, tile = tile_queries(plan);
+    for (int64_t s = 0; s < plan->sequences; s++)
+        items += (queries_of(plan, s) + tile - 1) / tile * plan->cache.kv_heads;
+    size_t bytes = lay_out(plan, 0, items);
     if (bytes > plan->bytes) {
         free(plan->memory);
         plan->bytes = bytes + bytes / 4 / 64 * 64;
@@ -173,7 +178,7 @@ static int64_t reserve(AttentionPlan *plan) {
         if (!plan->memory) plan->bytes = 0;
         if (!plan->memory) return NO_MEMORY;
     }
-    lay_out(plan, plan->memory, own, places);
+    lay_out(plan, plan->memory, items);
     return 0;
 }
 
@@ -191,15 +196,14 @@ static void plan_run(const void *args, Step *step, int64_t chunk, int64_t of) {
     plan->table_stride = step_size(step, a->table_width);
     plan->heads = a->heads, plan->group = a->heads / a->kv_heads, plan->window = a->window;
     plan->cache = cache_of(0, a->type, a->num_blocks, a->block_size, a->kv_heads, a->head_dim);
-    plan->begun.count = plan->own.count = plan->begun.cost = plan->own.cost = 0;
+    plan->count = plan->cost = 0;
     int64_t status = check(plan);
     if (!status && plan->tokens) status = reserve(plan);
     if (status) step_fail(step, status);
     if (status || plan->tokens == 0) return;
-    cut_shared(plan, find_shared(plan));
+    cut_shared(plan, find_shared(plan), step->threads);
     cut_own(plan);
-    qsort(plan->begun.items, (size_t)plan->begun.count, sizeof(Item), by_cost);
-    qsort(plan->own.items, (size_t)plan->own.count, sizeof(Item), by_cost);
+    qsort(plan->items, (size_t)plan->count, sizeof(Item), by_cost);
 }
 
 const Kernel kernel_plan_attention = {one_chunk, plan_run};

@@ -60,6 +60,15 @@ typedef struct {
     const float *scales[CHUNK_UNITS]; /* of 8-bit keys; those of values follow a block further */
 } Units;
 
+/* Has a unit fetched. Memory that is in the cache already costs next to nothing. */
+static void fetch_unit(const Cache *cache, const Units *units, int u) {
+    /* A cache line of 8-bit keys holds four dimensions of a unit. */
+    int64_t bytes = kv_bytes(cache->type), step = cache->type == KV_INT8 ? 4 : 1;
+    for (int64_t d = 0; d < cache->head_dim; d += step)
+        __builtin_prefetch(units->keys[u] + d * cache->block_size * bytes, 0, 2);
+    for (int64_t at = 0; at < cache->value_dim * UNIT * bytes; at += 64) __builtin_prefetch(units->values[u] + at, 0, 2);
+}
+
 /* 2^x for x <= 0; exactly 0 below -127, -infinity included; exactly 1 for 0. The fit has a relative error of 2e-9 before
  * rounding, the coarse one of 3e-6. */
 INLINE vf vf_exp2(vf x, const int is_coarse) {

@@ -8,8 +8,7 @@
 #define ALL_KERNELS(X) \
     X(store_kv) \
     X(plan_attention) \
-    X(attention_shared) \
-    X(attention_own) \
+    X(attention) \
     X(linear) \
     X(greedy_linear) \
     X(greedy_linear_int8) \
