@@ -240,8 +240,8 @@ static void walk(const Attention *a, const Cache *cache, const Item *item, const
         Scratch rows = rows_from(scratch, cache, at.leg.row);
         int from = (int)at_least(at.leg.first - at.start, 0), to = (int)at_most(at.leg.end - at.start, CHUNK);
         if (item->members && at.member < 0) {
-            int64_t begun = at.start / CHUNK - item->first / CHUNK, chunks = (item->end - 1) / CHUNK - item->first / CHUNK + 1;
-            fetch_members(a, cache, item, (int)(begun * item->count / chunks), (int)((begun + 1) * item->count / chunks));
+            int64_t first = item->first / CHUNK, chunks = (item->end - 1) / CHUNK + 1 - first, done = at.start / CHUNK - first;
+            fetch_members(a, cache, item, (int)(done * item->count / chunks), (int)((done + 1) * item->count / chunks));
         }
         walk_chunk(a, cache, &rows, at.leg.rows, &units, &ahead, at.start, from, to);
         at = then;

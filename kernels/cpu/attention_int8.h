@@ -22,22 +22,46 @@ static int sees_whole_chunk(const Scratch *scratch, const Stretch *stretch, int 
     return 1;
 }
 
+/* Adds weighted values to `count` rows, but those of the last dimensions, at most CHUNK, and returns where these begin. */
+static int64_t first_values(const Cache *cache, const Scratch *scratch, int row, int count, int32_t *sums) {
+    int64_t last = (cache->value_dim - 1) / CHUNK * CHUNK;
+    amx_load_weights(scratch, row);
+    for (int64_t d = 0; d < last; d += CHUNK) {
+        for (int64_t at = 0; at < CHUNK; at += UNIT) amx_value_unit(scratch, d + at, sums + at);
+        add_values(cache, scratch, row, count, d, d + CHUNK, sums);
+    }
+    return last;
+}
+
 static void amx_chunk(const Cache *cache, const Scratch *scratch, int rows, const Units *units, const Stretch *stretch) {
     int first = stretch->from / UNIT, end = (stretch->to + UNIT - 1) / UNIT;
     copy_values(cache, scratch, units, first, end);
-    /* One tile of rows after the other, so that all of it stays in the nearest cache. */
-    for (int row = 0; row < rows; row += AMX_ROWS) {
-        int count = rows - row < AMX_ROWS ? rows - row : AMX_ROWS;
-        amx_score_tile(cache, scratch, row, units, first, end, scratch->tile_sums);
-        if (sees_whole_chunk(scratch, stretch, row, count))
-            int8_weigh_tile(scratch, row, count, scratch->tile_sums, stretch->most);
-        else
-            for (int r = 0; r < count; r++) int8_weigh_row(scratch, stretch, row + r, scratch->tile_sums + r * CHUNK, 1);
-        for (int64_t d = 0; d < cache->value_dim; d += CHUNK) {
-            int64_t d_end = at_most(d + CHUNK, cache->value_dim);
-            amx_value_tile(scratch, row, d, d_end, scratch->tile_sums);
-            add_values(cache, scratch, row, count, d, d_end, scratch->tile_sums);
+    /* One tile of rows after the other, so that all of it stays in the nearest cache. While one is weighed, the tile unit
+     * does the values of the one before and the scores of the one after; their sums take turns in two places. */
+    int32_t *sums = scratch->tile_sums, *others = sums + 2 * AMX_SUMS;
+    for (int unit = first; unit < end; unit += 2) amx_score_units(cache, scratch, 0, units, unit, end, sums);
+    for (int row = 0, done = 0; row < rows + AMX_ROWS; row += AMX_ROWS) {
+        int before = row - AMX_ROWS, after = row + AMX_ROWS, count = rows - row < AMX_ROWS ? rows - row : AMX_ROWS;
+        Meanwhile meanwhile = {cache, units, others, 0, 0, after, first, after < rows ? end : 0};
+        if (before >= 0) {
+            meanwhile.d = first_values(cache, scratch, before, done, others);
+            meanwhile.d_end = cache->value_dim;
         }
+        int is_whole = count > 0 && sees_whole_chunk(scratch, stretch, row, count);
+        if (is_whole)
+            int8_note_scores(scratch, row, count, sums, stretch->most, &meanwhile);
+        else
+            for (int quarter = 0; quarter < CHUNK / UNIT; quarter++) do_values(scratch, &meanwhile, quarter);
+        add_values(cache, scratch, before, done, meanwhile.d, meanwhile.d_end, others);
+        if (is_whole) {
+            int8_weigh_tile(scratch, row, count, sums, &meanwhile);
+        } else {
+            for (int half = 0; half < 2; half++) do_scores(scratch, &meanwhile, half);
+            for (int r = 0; r < count; r++) int8_weigh_row(scratch, stretch, row + r, sums + r * CHUNK, 1);
+        }
+        done = count;
+        int32_t *swapped = sums;
+        sums = others, others = swapped;
     }
 }
 #endif
@@ -81,7 +105,7 @@ static void lay_out_int8(const Cache *cache, Scratch *scratch, int64_t rows, cha
     scratch->value_level = part(memory, used, CHUNK * 4);
 #if HAS_AMX_ATTENTION
     scratch->use_amx = amx_is_usable() && keys_fill_tiles(cache);
-    scratch->tile_sums = part(memory, used, 2 * AMX_SUMS * 4);
+    scratch->tile_sums = part(memory, used, 4 * AMX_SUMS * 4);
     scratch->values = part(memory, used, cache->value_dim * CHUNK);
 #endif
 }

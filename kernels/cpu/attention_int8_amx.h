@@ -39,29 +39,28 @@ static void configure_tiles(void) {
     _tile_stored(HIGH, HIGH_SUMS, CHUNK * 4); \
     _tile_stored(LOW, LOW_SUMS, CHUNK * 4)
 
-/* Sums of high bytes and, AMX_SUMS on, of low bytes for rows [row, row + 16) and units [first, end) of keys. */
-static void amx_score_tile(const Cache *cache, const Scratch *scratch, int row, const Units *units, int first, int end,
-                           int32_t *sums) {
+/* Sums of high bytes and, AMX_SUMS on, of low bytes for rows [row, row + 16) and one or two units of keys, `unit` and, if it
+ * is below `end`, the next. */
+INLINE void amx_score_units(const Cache *cache, const Scratch *scratch, int row, const Units *units, int unit, int end,
+                            int32_t *sums) {
     int64_t plane = padded_dim(cache->head_dim), stride = 2 * plane, key_stride = cache->block_size * 4;
     const int8_t *factors = scratch->planes + row * stride;
-    for (int unit = first; unit < end; unit += 2) {
-        int has_second = unit + 1 < end;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t d = 0; d < plane; d += 64) {
-            _tile_loadd(6, factors + d, stride);
-            _tile_loadd(7, factors + plane + d, stride);
-            MULTIPLY(_tile_dpbsud, 4, units->keys[unit] + d / 4 * key_stride, key_stride, 0, 1);
-            if (has_second) {
-                MULTIPLY(_tile_dpbsud, 5, units->keys[unit + 1] + d / 4 * key_stride, key_stride, 2, 3);
-            }
-        }
-        STORE(0, 1, sums + unit * UNIT, sums + AMX_SUMS + unit * UNIT);
+    int has_second = unit + 1 < end;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < plane; d += 64) {
+        _tile_loadd(6, factors + d, stride);
+        _tile_loadd(7, factors + plane + d, stride);
+        MULTIPLY(_tile_dpbsud, 4, units->keys[unit] + d / 4 * key_stride, key_stride, 0, 1);
         if (has_second) {
-            STORE(2, 3, sums + (unit + 1) * UNIT, sums + AMX_SUMS + (unit + 1) * UNIT);
+            MULTIPLY(_tile_dpbsud, 5, units->keys[unit + 1] + d / 4 * key_stride, key_stride, 2, 3);
         }
+    }
+    STORE(0, 1, sums + unit * UNIT, sums + AMX_SUMS + unit * UNIT);
+    if (has_second) {
+        STORE(2, 3, sums + (unit + 1) * UNIT, sums + AMX_SUMS + (unit + 1) * UNIT);
     }
 }
 
@@ -76,18 +75,19 @@ static void copy_values(const Cache *cache, const Scratch *scratch, const Units 
             }
 }
 
-/* Sums of weighted values of rows [row, row + 16) for dimensions [first, end), at most CHUNK, as amx_score_tile has them. */
-static void amx_value_tile(const Scratch *scratch, int row, int64_t first, int64_t end, int32_t *sums) {
-    int64_t stride = 2 * CHUNK;
-    const int8_t *factors = scratch->weights + row * stride;
-    _tile_loadd(6, factors, stride);
-    _tile_loadd(7, factors + CHUNK, stride);
-    for (int64_t d = first; d < end; d += UNIT) {
-        _tile_zero(0);
-        _tile_zero(1);
-        MULTIPLY(_tile_dpbusd, 4, scratch->values + d * 64, 64, 0, 1);
-        STORE(0, 1, sums + d - first, sums + AMX_SUMS + d - first);
-    }
+/* Has the weights of rows [row, row + 16) at hand for amx_value_unit. */
+INLINE void amx_load_weights(const Scratch *scratch, int row) {
+    const int8_t *factors = scratch->weights + row * 2 * CHUNK;
+    _tile_loadd(6, factors, 2 * CHUNK);
+    _tile_loadd(7, factors + CHUNK, 2 * CHUNK);
+}
+
+/* Sums of weighted values for the 16 dimensions from d on. */
+INLINE void amx_value_unit(const Scratch *scratch, int64_t d, int32_t *sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    MULTIPLY(_tile_dpbusd, 4, scratch->values + d * 64, 64, 0, 1);
+    STORE(0, 1, sums, sums + AMX_SUMS);
 }
 
 /* Adds these sums to `count` rows. */

@@ -163,17 +163,39 @@ INLINE __m512 max_of_each(const __m512 *x) {
         half[i] = _mm512_max_ps(_mm512_shuffle_f32x4(x[i], x[i + 8], 0x44), _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee));
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
-        quarter[i] = _mm512_max_ps(_mm512_shuffle_f32x4(half[i], half[i + 4], 0x88), _mm512_shuffle_f32x4(half[i], half[i + 4], 0xdd));
+        quarter[i] = _mm512_max_ps(_mm512_shuffle_f32x4(half[i], half[i + 4], 0x88),
+                                   _mm512_shuffle_f32x4(half[i], half[i + 4], 0xdd));
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++)
-        pair[i] = _mm512_max_ps(_mm512_unpacklo_ps(quarter[2 * i], quarter[2 * i + 1]), _mm512_unpackhi_ps(quarter[2 * i], quarter[2 * i + 1]));
+        pair[i] = _mm512_max_ps(_mm512_unpacklo_ps(quarter[2 * i], quarter[2 * i + 1]),
+                                _mm512_unpackhi_ps(quarter[2 * i], quarter[2 * i + 1]));
     __m512 all = _mm512_max_ps(_mm512_shuffle_ps(pair[0], pair[1], 0x44), _mm512_shuffle_ps(pair[0], pair[1], 0xee));
     return _mm512_shuffle_f32x4(all, all, 0xd8);
 }
 
-/* The same as int8_weigh for up to 16 rows that see all of the chunk, without a soft cap: what is done once for a row there is done once
- * for all rows here. The scores take the place of the sums of high bytes. */
-static void int8_weigh_tile(const Scratch *scratch, int row, int count, int32_t *sums, float most) {
+/* What the tile unit does meanwhile: it works by itself, and the rest of the core would wait. */
+typedef struct {
+    const Cache *cache;
+    const Units *units;
+    int32_t *sums;
+    int64_t d, d_end; /* weighted values of these dimensions, if any */
+    int score_row, first, end; /* scores of these units for the rows from `score_row` on, if any */
+} Meanwhile;
+
+INLINE void do_values(const Scratch *scratch, const Meanwhile *m, int quarter) {
+    int64_t d = m->d + quarter * UNIT;
+    if (d < m->d_end) amx_value_unit(scratch, d, m->sums + quarter * UNIT);
+}
+
+INLINE void do_scores(const Scratch *scratch, const Meanwhile *m, int half) {
+    int unit = m->first + 2 * half;
+    if (unit < m->end) amx_score_units(m->cache, scratch, m->score_row, m->units, unit, m->end, m->sums);
+}
+
+/* The same as int8_weigh for up to 16 rows that see all of the chunk, without a soft cap, in two steps: what is done once for
+ * a row there is done once for all rows here. First scores, which take the place of the sums of high bytes, and maxima. */
+static void int8_note_scores(const Scratch *scratch, int row, int count, int32_t *sums, float most,
+                             const Meanwhile *meanwhile) {
     __m512 highest[AMX_ROWS];
     vf key_scale[CHUNK / VW];
 #pragma GCC unroll 16
@@ -183,6 +205,7 @@ static void int8_weigh_tile(const Scratch *scratch, int row, int count, int32_t 
         int32_t *high = sums + r * CHUNK;
         vi excess = vi_set1(scratch->excess[row + r]);
         vf score[CHUNK / VW];
+        if (r % 4 == 1) do_values(scratch, meanwhile, r / 4);
 #pragma GCC unroll 16
         for (int v = 0; v < CHUNK / VW; v++) {
             vi whole = dot_total(load_words(high + v * VW), load_words(high + AMX_SUMS + v * VW)) - excess;
@@ -192,29 +215,36 @@ static void int8_weigh_tile(const Scratch *scratch, int row, int count, int32_t 
         highest[r] = (__m512)vf_max(vf_max(score[0], score[1]), vf_max(score[2], score[3]));
     }
     vf top = (vf)max_of_each(highest) * vf_load(scratch->factor + row), before = vf_load(scratch->top + row);
-    /* Rows behind may be anything's. */
     vi stays = (before >= top) | (vi_lanes() >= vi_set1(count));
     vf_store(scratch->shrink + row, vf_select(stays, vf_set1(1.0f), vf_exp2(before - top, 0)));
     top = vf_select(stays, before, top);
     vf_store(scratch->top + row, top);
     vf_store(scratch->level + row, vf_set1(most * (1.0f / WEIGHT_LEVEL)));
+}
+
+/* Then weights. */
+static void int8_weigh_tile(const Scratch *scratch, int row, int count, const int32_t *sums, const Meanwhile *meanwhile) {
     vf value_level[CHUNK / VW];
 #pragma GCC unroll 16
     for (int v = 0; v < CHUNK / VW; v++) value_level[v] = vf_load(scratch->value_level + v * VW);
-    for (int r = 0; r < count; r++) {
-        const float *score = (const float *)sums + r * CHUNK;
-        vf factor = vf_set1(scratch->factor[row + r]), minus = vf_set1(-scratch->top[row + r]);
-        vf *total = scratch->total + (row + r) * VU, sum = total[0] * vf_set1(scratch->shrink[row + r]);
-        vi weight[CHUNK / VW];
+    for (int half = 0; half < 2; half++) {
+        do_scores(scratch, meanwhile, half);
+        int end = half ? count : count < AMX_ROWS / 2 ? count : AMX_ROWS / 2;
+        for (int r = half * (AMX_ROWS / 2); r < end; r++) {
+            const float *score = (const float *)sums + r * CHUNK;
+            vf factor = vf_set1(scratch->factor[row + r]), minus = vf_set1(-scratch->top[row + r]);
+            vf *total = scratch->total + (row + r) * VU, sum = total[0] * vf_set1(scratch->shrink[row + r]);
+            vi weight[CHUNK / VW];
 #pragma GCC unroll 16
-        for (int v = 0; v < CHUNK / VW; v++) {
-            vf w = vf_exp2(vf_fma(vf_load(score + v * VW), factor, minus), 1);
-            sum = sum + w;
-            weight[v] = round_to_int(w * value_level[v]);
+            for (int v = 0; v < CHUNK / VW; v++) {
+                vf w = vf_exp2(vf_fma(vf_load(score + v * VW), factor, minus), 1);
+                sum = sum + w;
+                weight[v] = round_to_int(w * value_level[v]);
+            }
+            total[0] = sum;
+            int8_t *weights = scratch->weights + (row + r) * 2 * CHUNK;
+            split_64(weight, weights, weights + CHUNK);
         }
-        total[0] = sum;
-        int8_t *weights = scratch->weights + (row + r) * 2 * CHUNK;
-        split_64(weight, weights, weights + CHUNK);
     }
 }
 #endif
