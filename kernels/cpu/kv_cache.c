@@ -118,9 +118,22 @@ static void store_token(const Cache *cache, char *head, int64_t offset, const fl
     }
 }
 
+/* Has the lines fetched that a token is written to: one for every dimension of its key, or four dimensions of 8 bits. At a
+ * step of a token for each sequence none of them is in a cache. */
+static void expect_token(const Cache *cache, const char *head, int64_t offset) {
+    int64_t bytes = kv_bytes(cache->type), step = cache->type == KV_INT8 ? 4 : 1, width = cache->value_dim * bytes * step;
+    const char *key = head + offset * bytes * step, *value = head + cache->values_at + offset / step * width;
+    for (int64_t d = 0; d < cache->head_dim; d += step) __builtin_prefetch(key + d * cache->block_size * bytes, 1, 3);
+    for (int64_t at = 0; at < width; at += 64) __builtin_prefetch(value + at, 1, 3);
+    if (cache->type != KV_INT8) return;
+    __builtin_prefetch(head + cache->scales_at + offset * 4, 1, 3);
+    __builtin_prefetch(head + cache->scales_at + (cache->block_size + offset) * 4, 1, 3);
+}
+
 static int64_t store_kv_chunks(const void *args, const Step *step) {
     const StoreKv *a = args;
-    return even_chunks(step_size(step, a->tokens), a->kv_heads * a->head_dim, step);
+    /* Nanoseconds of a token: a cache line or two for each of its numbers' places, and some arithmetic. */
+    return even_chunks(step_size(step, a->tokens), 4 * a->kv_heads * a->head_dim, step);
 }
 
 static void store_kv_run(const void *args, Step *step, int64_t chunk, int64_t of) {
@@ -128,15 +141,18 @@ static void store_kv_run(const void *args, Step *step, int64_t chunk, int64_t of
     Cache cache = cache_of(a->data, a->type, a->num_blocks, a->block_size, a->kv_heads, a->head_dim);
     int64_t tokens = step_size(step, a->tokens), end = chunk_begin(tokens, chunk + 1, of);
     for (int64_t t = chunk_begin(tokens, chunk, of); t < end; t++) {
-        int64_t slot = a->slots[t];
+        int64_t slot = a->slots[t], next = t + 1 < end ? a->slots[t + 1] : -1;
         if (slot >= a->num_blocks * a->block_size) {
             step_fail(step, BAD_SLOT);
             return;
         }
-        if (slot < 0) continue;
-        for (int64_t g = 0; g < a->kv_heads; g++)
+        int is_next = next >= 0 && next < a->num_blocks * a->block_size;
+        for (int64_t g = 0; g < a->kv_heads; g++) {
+            if (is_next) expect_token(&cache, head_of(&cache, next / a->block_size, g), next % a->block_size);
+            if (slot < 0) continue;
             store_token(&cache, head_of(&cache, slot / a->block_size, g), slot % a->block_size,
                         a->key + t * a->key_stride + g * a->head_dim, a->value + t * a->value_stride + g * a->head_dim);
+        }
     }
 }
 
