@@ -1,8 +1,8 @@
-"""One engine in a process of its own: load, then each case once, cold; a JSON line for each.
+"""One engine in a process of its own: load, then run cases as they are asked for, each cold; a JSON line for each.
 
-    PYTHON -m benchmarks.peers.child ORDER.json LINES.jsonl
+    PYTHON -m benchmarks.peers.child ORDER.json FD
 
-Started by `benchmarks.peers.compare` in the environment of the engine that the order names. An engine is a
+A line of the input names a case; the answers go to the open file descriptor FD, for engines print. Started by `benchmarks.peers.compare` in the environment of the engine that the order names. An engine is a
 module of `benchmarks/peers/engines/` with a class `Engine`: `Engine(order)` loads; `generate(requests)`
 returns each one's new ids; `forget()` empties the prefix cache; `settings()` says how it was set; PACKAGES
 names what its speed depends on.
@@ -65,11 +65,12 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 def main() -> None:
     order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    with Path(sys.argv[2]).open("a", encoding="utf-8") as lines:
+    cases = {plain["name"]: read_case(plain) for plain in order["cases"]}
+    with open(int(sys.argv[2]), "w", encoding="utf-8") as answers:
 
         def tell(**facts: Any) -> None:
-            lines.write(json.dumps(facts) + "\n")
-            lines.flush()
+            answers.write(json.dumps(facts) + "\n")
+            answers.flush()
 
         module = importlib.import_module("benchmarks.peers.engines." + order["engine"])
         start = time.perf_counter()
@@ -85,11 +86,12 @@ def main() -> None:
             versions=versions(module.PACKAGES),
             settings=engine.settings(),
         )
-        for plain in order["cases"]:
+        for line in sys.stdin:
+            name = line.strip()
             try:
-                tell(**run(engine, read_case(plain), order["idle_limit_s"]))
+                tell(**run(engine, cases[name], order["idle_limit_s"]))
             except Refused as refusal:
-                tell(case=plain["name"], refused=str(refusal))
+                tell(case=name, refused=str(refusal))
         engine.close()
 
 

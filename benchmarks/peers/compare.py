@@ -3,18 +3,18 @@
     python -m benchmarks.peers.compare FOLDER --vllm PYTHON --openvino PYTHON --transformers PYTHON
 
 FOLDER is what `benchmarks.peers.prepare` wrote. A peer takes part if its environment's interpreter is
-named, here or by BATCHGEN_PEER_VLLM, _OPENVINO, _TRANSFORMERS. Every run is a process of its
-own; in each round every column goes through all engines before the next begins, another engine first each
-time. Greedy, end-of-text ignored, exact output counts, prefix caches cold, the machine waited for until it
-is idle; loading is timed apart. Prints output tokens/s (medians) and batchgen's ratio to the best peer,
-draws them, and adds lines to benchmarks/results/peers.jsonl.
+named, here or by BATCHGEN_PEER_VLLM, _OPENVINO, _TRANSFORMERS. The engines of a column are loaded side by
+side, each in a process of its own, and take turns: every case of every round goes through all of them, one
+after the other, another first each time, so that a machine that changes its pace does so for all. Greedy,
+end-of-text ignored, exact output counts, prefix caches cold, the machine waited for until it is idle; loading
+is timed apart. Prints output tokens/s (medians) and batchgen's ratio to the best peer (the median of the
+rounds' ratios), draws them, and adds lines to benchmarks/results/peers.jsonl.
 """
 
 import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.peers.cases import COLUMNS, Case, Column, make_cases
+from benchmarks.peers.loaded import Ended, Loaded
 from benchmarks.peers.picture import draw
 from benchmarks.peers.summary import OURS, Cell, groups, memory_table, ratio, table
 
@@ -35,41 +36,50 @@ class Sitting:
     def __init__(self, args: argparse.Namespace, cases: list[Case], pythons: dict[str, str], folder: Path):
         self._args, self._cases, self._pythons, self._folder = args, cases, pythons, folder
         self.cells: dict[tuple[str, str, str], Cell] = {}
-        self.facts: dict[tuple[str, str], dict[str, Any]] = {}
+        self.facts: dict[tuple[str, str], dict[str, Any]] = {}  # what loading came to
         self.outputs: dict[tuple[str, str, str], list[list[int]]] = {}
-        self._refused: set[tuple[str, str]] = set()
 
-    def round(self, number: int, column: Column) -> None:
-        """Every engine once, in an order that turns with the number."""
-        engines = [engine for engine in self._pythons if engine in column.settings]
-        turn = number % len(engines) if engines else 0
-        for engine in engines[turn:] + engines[:turn]:
-            if (column.name, engine) not in self._refused:
-                self._run(column, engine)
+    def run(self, column: Column, rounds: int) -> None:
+        """Every engine loaded, then every case by each in turn, so often."""
+        loaded: dict[str, Loaded] = {}
+        try:
+            for engine in self._pythons:
+                if engine in column.settings:
+                    self._load(column, engine, loaded)
+            for number in range(rounds):
+                print(f"{column.name}, round {number + 1} of {rounds}", flush=True)
+                for place, case in enumerate(self._cases):
+                    engines = list(loaded)
+                    turn = (number + place) % len(engines) if engines else 0
+                    for engine in engines[turn:] + engines[:turn]:
+                        self._ask(column, engine, case.name, loaded)
+        finally:
+            for process in loaded.values():
+                process.close()
 
-    def _run(self, column: Column, engine: str) -> None:
+    def _load(self, column: Column, engine: str, loaded: dict[str, Loaded]) -> None:
         asked = self._order(column, engine)
         if engine != OURS and not Path(asked["model"]).exists():
             self._refuse(column, engine, f"no {asked['model']}; benchmarks.peers.prepare makes it")
             return
-        order = self._folder / "order.json"
-        order.write_text(json.dumps(asked), encoding="utf-8")
-        lines, log = self._folder / "lines.jsonl", self._folder / f"{column.name}-{engine}.log"
-        lines.unlink(missing_ok=True)
-        with log.open("w") as output:
-            command = [self._pythons[engine], "-m", "benchmarks.peers.child", str(order), str(lines)]
-            done = subprocess.run(
-                command,
-                cwd=record.ROOT,
-                env=_environment(self._pythons[engine], engine),
-                stdout=output,
-                stderr=output,
-            )
-        told = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-        for line in told:
-            self._take(column, engine, line)
-        if done.returncode:
-            self._refuse(column, engine, f"ended with {done.returncode}:\n{_last_lines(log)}")
+        process = Loaded(self._pythons[engine], asked, self._folder, f"{column.name}-{engine}")
+        loaded[engine] = process
+        try:
+            told = process.answer()
+        except Ended as end:
+            told = {"refused": str(end)}
+        if "refused" in told:
+            self._refuse(column, engine, told["refused"])
+            loaded.pop(engine).close()
+            return
+        self.facts[column.name, engine] = told
+
+    def _ask(self, column: Column, engine: str, case: str, loaded: dict[str, Loaded]) -> None:
+        try:
+            self._take(column, engine, loaded[engine].run(case))
+        except Ended as end:
+            self._refuse(column, engine, str(end))
+            loaded.pop(engine).close()
 
     def _order(self, column: Column, engine: str) -> dict[str, Any]:
         settings, args = dict(column.settings[engine]), self._args
@@ -88,13 +98,6 @@ class Sitting:
         }
 
     def _take(self, column: Column, engine: str, line: dict[str, Any]) -> None:
-        if "case" not in line:
-            if "refused" in line:
-                self._refuse(column, engine, line["refused"])
-            else:
-                facts = self.facts.setdefault((column.name, engine), {**line, "loads_s": []})
-                facts["loads_s"].append(line["load_s"])
-            return
         key = (column.name, line["case"], engine)
         cell = self.cells.setdefault(key, Cell(*key))
         case = next(case for case in self._cases if case.name == line["case"])
@@ -103,12 +106,11 @@ class Sitting:
             print(f"  {engine} does without {column.name} {case.name}: {cell.refused}", flush=True)
             return
         self.outputs[key] = line.pop("outputs")
-        cell.loads_s = self.facts[column.name, engine]["loads_s"]
+        cell.load_s = self.facts[column.name, engine]["load_s"]
         noise = " (noisy)" if line["noisy"] else ""
         print(f"  {column.name} {case.name} {engine}: {cell.rates[-1]:.1f} tokens/s{noise}", flush=True)
 
     def _refuse(self, column: Column, engine: str, why: str) -> None:
-        self._refused.add((column.name, engine))
         print(f"  {engine} does without {column.name}: {why}", flush=True)
 
     def ordered(self) -> list[Cell]:
@@ -146,7 +148,7 @@ def save(sitting: Sitting, cases: list[Case], args: argparse.Namespace) -> None:
                 "rounds": [round(rate, 2) for rate in cell.rates],
                 "noisy": cell.noisy,
                 "peak_mib": max(cell.peaks_mib, default=None),
-                "load_s": record.spread(cell.loads_s),
+                "load_s": cell.load_s,
                 "equal_to_batchgen": sitting.equal_texts(cell),
                 "engine_versions": facts["versions"],
                 "settings": facts["settings"],
@@ -154,20 +156,6 @@ def save(sitting: Sitting, cases: list[Case], args: argparse.Namespace) -> None:
             if cell.engine == OURS and times:
                 measured["ratio_to_best_peer"] = round(times, 3)
             record.append("peers", about, measured)
-
-
-def _environment(python: str, engine: str) -> dict[str, str]:
-    """The engine's environment first on PATH; vLLM's OpenMP runtime is the one that its manual preloads."""
-    bin_folder = Path(python).absolute().parent
-    environment = dict(os.environ, PATH=f"{bin_folder}{os.pathsep}{os.environ.get('PATH', '')}")
-    openmp = bin_folder.parent / "lib" / "libiomp5.so"
-    if engine == "vllm" and openmp.is_file():
-        environment["LD_PRELOAD"] = str(openmp)
-    return environment
-
-
-def _last_lines(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-12:])
 
 
 def _arguments() -> argparse.Namespace:
@@ -209,10 +197,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sitting = Sitting(args, cases, pythons, Path(folder))
         try:
-            for number in range(args.rounds):
-                print(f"round {number + 1} of {args.rounds}", flush=True)
-                for column in columns:
-                    sitting.round(number, column)
+            for column in columns:
+                sitting.run(column, args.rounds)
         except KeyboardInterrupt:
             print("interrupted: what has been measured counts")
     cells = sitting.ordered()

@@ -17,7 +17,7 @@ class Cell:
     engine: str
     rates: list[float] = field(default_factory=list)  # output tokens/s
     peaks_mib: list[int] = field(default_factory=list)
-    loads_s: list[float] = field(default_factory=list)
+    load_s: float | None = None
     noisy: int = 0
     refused: str | None = None
 
@@ -44,11 +44,14 @@ def best_peer(cells: Iterable[Cell]) -> Cell | None:
 
 
 def ratio(cells: Iterable[Cell]) -> float | None:
-    """batchgen's tokens/s over those of the best peer; None where either is missing."""
+    """batchgen's tokens/s over those of the best peer, the median of the rounds; None where either is missing."""
     some = list(cells)
-    ours = next((cell.rate for cell in some if cell.engine == OURS), None)
+    ours = next((cell for cell in some if cell.engine == OURS), None)
     best = best_peer(some)
-    return ours / best.rate if ours and best and best.rate else None
+    if ours is None or best is None:
+        return None
+    rounds = [one / other for one, other in zip(ours.rates, best.rates, strict=False)]
+    return statistics.median(rounds) if rounds else None
 
 
 def groups(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
@@ -75,17 +78,17 @@ def table(cells: Iterable[Cell]) -> str:
 
 
 def memory_table(cells: Iterable[Cell]) -> str:
-    """Peak memory and load time of each engine in each column: the most of any case and round."""
+    """Load time of each engine in each column, and its peak memory: the most of any case and round."""
     found: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         found.setdefault((cell.column, cell.engine), []).append(cell)
     rows = [["column", "engine", "peak MiB", "load s"]]
     for (column, engine), group in found.items():
         peaks = [peak for cell in group for peak in cell.peaks_mib]
-        loads = [load for cell in group for load in cell.loads_s]
+        loads = [cell.load_s for cell in group if cell.load_s is not None]
         if peaks or loads:
             peak = str(max(peaks)) if peaks else "–"
-            load = f"{statistics.median(loads):.1f}" if loads else "–"
+            load = f"{loads[0]:.1f}" if loads else "–"
             rows.append([column, engine, peak, load])
     return _aligned(rows)
 
