@@ -15,7 +15,7 @@ from batchgen.worker.device import available_memory, cpu_threads, pick_device
 
 # On a CPU: as many rows as still gain from sharing a pass over the weights. More would only all finish late,
 # and an interrupted job would have less to show. A chunk of prompt keeps a step near a second.
-CPU_MAX_NUM_SEQS = 64
+CPU_MAX_NUM_SEQS = 128
 CPU_MAX_NUM_BATCHED_TOKENS = 512
 GPU_MAX_NUM_SEQS = 256
 GPU_MAX_NUM_BATCHED_TOKENS = 8192

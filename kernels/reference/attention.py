@@ -52,4 +52,11 @@ def attend(
     if window is not None:
         is_visible &= seen > position - window
     weights = torch.softmax(scores.masked_fill(~is_visible, float("-inf")), dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
+    if num_queries == 0 or bool(torch.isfinite(value).all()):
+        return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
+    # 0 times an infinity is no number: each query sums what it sees alone.
+    rows = [
+        torch.einsum("hk,khd->hd", weights[:, row, visible], value[visible])
+        for row, visible in enumerate(is_visible)
+    ]
+    return torch.stack(rows).to(query.dtype)

@@ -103,12 +103,12 @@ def test_a_token_that_is_not_finite_spoils_only_who_sees_it(bad, part, make_kern
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_a_float_that_is_not_finite_spoils_only_who_sees_it(
-    bad, part, queries, window, kv_dtype, make_invariant_kernels
+    bad, part, queries, window, kv_dtype, make_kernels, backend
 ):
     case = AttentionCase(
         name="bad", query_lens=[queries], seq_lens=[60], num_heads=2, num_kv_heads=1, window=window
     )
-    inputs = make_inputs(case, make_invariant_kernels(), "float32", kv_dtype=kv_dtype)
+    inputs = make_inputs(case, make_kernels(), "float32", kv_dtype=kv_dtype)
     expected = inputs.attend(case)
     key, value = torch.randn(2, 1, 1, 64)
     (key if part == "key" else value)[0, 0, 3] = bad
@@ -119,7 +119,9 @@ def test_a_float_that_is_not_finite_spoils_only_who_sees_it(
     result = inputs.attend(case)
     sees = torch.zeros(queries, dtype=torch.bool)
     sees[queries // 2 : None if window is None else queries // 2 + window] = True
-    assert torch.equal(result[~sees], expected[~sees])
+    # The reference promises no bits.
+    slack = 1e-5 if backend == "reference" else 0
+    torch.testing.assert_close(result[~sees], expected[~sees], rtol=slack, atol=slack)
     if part == "value":
         assert not result[sees][:, :, 3].isfinite().any()
 

@@ -57,8 +57,8 @@ def test_every_auto_is_decided_with_a_reason(folder: Path, load: Any) -> None:
     info = load(folder).info
     assert (info.architecture, info.max_model_len, info.vocab_size) == ("LlamaForCausalLM", 128, 300)
     assert info.resolved["dtype"] == "float32"
-    assert info.resolved["max_num_seqs"] == 64
-    assert info.num_blocks == 64 * 8
+    assert info.resolved["max_num_seqs"] == 128
+    assert info.num_blocks == 128 * 8
     assert info.reproducible
     for name in (
         "dtype",
