@@ -102,7 +102,7 @@ def test_attention_and_cache_of_a_step(kernels: Kernels, threads: int) -> None:
 
     program = kernels.record(build, MOST)
     assert program is not None
-    for sequences, width, queries in ((22, 5, 1), (3, 2, 20), (1, 1, 9), (22, 3, 3)):
+    for sequences, width, queries in ((22, 5, 1), (3, 3, 20), (1, 1, 9), (22, 3, 3)):
         tokens = sequences * queries
         own = torch.randperm(120, generator=torch.Generator().manual_seed(width))[: sequences * width]
         own = own.to(torch.int32).view(sequences, width)
