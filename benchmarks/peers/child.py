@@ -1,11 +1,12 @@
-"""One engine in a process of its own: load, then run cases as they are asked for, each cold; a JSON line for each.
+"""One engine in a process of its own: load, then run cases when asked, each cold; a JSON line for each.
 
     PYTHON -m benchmarks.peers.child ORDER.json FD
 
-A line of the input names a case; the answers go to the open file descriptor FD, for engines print. Started by `benchmarks.peers.compare` in the environment of the engine that the order names. An engine is a
-module of `benchmarks/peers/engines/` with a class `Engine`: `Engine(order)` loads; `generate(requests)`
-returns each one's new ids; `forget()` empties the prefix cache; `settings()` says how it was set; PACKAGES
-names what its speed depends on.
+A line of the input names a case; the answers go to the open file descriptor FD, for engines print. Started by
+`benchmarks.peers.compare` in the environment of the engine that the order names. An engine is a module of
+`benchmarks/peers/engines/` with a class `Engine`: `Engine(order)` loads; `generate(requests)` returns each
+one's new ids; `forget()` empties the prefix cache; `settings()` says how it was set; PACKAGES names what its
+speed depends on.
 """
 
 import gc

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Loaded:
                 text=True,
             )
         os.close(writing)
-        self._answers = open(reading, encoding="utf-8")
+        self._answers = os.fdopen(reading, encoding="utf-8")
 
     def answer(self) -> dict[str, Any]:
         """The next line: first what loading came to.
@@ -62,20 +63,16 @@ class Loaded:
             Ended: the process is gone.
         """
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.write(case + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
         return self.answer()
 
     def close(self, patience_s: float = 30) -> None:
         """Let it end, or end it."""
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:

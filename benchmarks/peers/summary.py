@@ -44,7 +44,7 @@ def best_peer(cells: Iterable[Cell]) -> Cell | None:
 
 
 def ratio(cells: Iterable[Cell]) -> float | None:
-    """batchgen's tokens/s over those of the best peer, the median of the rounds; None where either is missing."""
+    """batchgen's tokens/s over the best peer's, the median of the rounds; None where either is missing."""
     some = list(cells)
     ours = next((cell for cell in some if cell.engine == OURS), None)
     best = best_peer(some)
