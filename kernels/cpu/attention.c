@@ -124,20 +124,13 @@ static void finish_rows(const Attention *a, const Cache *cache, const Scratch *s
     }
 }
 
-/* The tokens out of [from, to) of the chunk that begins at `start` which a row sees. */
-static void find_seen(const Attention *a, const Scratch *scratch, int row, int64_t start, int from, int to, int *low, int *high) {
-    int64_t at = scratch->position[row] - start, window = a->plan->window;
-    *low = (int)at_most(at_least(window ? at - window + 1 : 0, from), to);
-    *high = (int)at_least(at_most(at + 1, to), *low);
-}
-
 /* Turns the scores of tokens [from, to) of the chunk into weights; every row sees [*all_from, *all_to) of them. */
 static void weigh_rows(const Attention *a, const Scratch *scratch, int rows, int64_t start, int from, int to, int *all_from,
                        int *all_to) {
     int first = from / UNIT, end = (to + UNIT - 1) / UNIT, low, high;
     *all_from = from, *all_to = to;
     for (int row = 0; row < rows; row++) {
-        find_seen(a, scratch, row, start, from, to, &low, &high);
+        find_seen(scratch, row, start, a->plan->window, from, to, &low, &high);
         weigh(scratch, row, first, end, low, high, (float)a->soft_cap);
         if (low > *all_from) *all_from = low;
         if (high < *all_to) *all_to = high;
@@ -164,7 +157,7 @@ INLINE void float_chunk(const Attention *a, const Cache *cache, const Scratch *s
     if (is_wide) widen_values(scratch, cache, units, ahead, first, end, &wide, type);
     for (int row = 0, count = is_apart ? 1 : rows; row < rows; row += count) {
         low = from, high = to;
-        if (is_apart) find_seen(a, scratch, row, start, from, to, &low, &high);
+        if (is_apart) find_seen(scratch, row, start, a->plan->window, from, to, &low, &high);
         if (is_wide)
             values(scratch, row, row + count, dim, &wide, &wide, low, high, KV_FLOAT32);
         else

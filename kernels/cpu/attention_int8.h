@@ -14,11 +14,9 @@
 #if HAS_AMX_ATTENTION
 /* Whether rows [row, row + count) see all of the chunk, and nothing but that has to be looked at. */
 static int sees_whole_chunk(const Scratch *scratch, const Stretch *stretch, int row, int count) {
-    if (stretch->from > 0 || stretch->to < CHUNK || stretch->soft_cap > 0) return 0;
-    for (int r = row; r < row + count; r++) {
-        int64_t at = scratch->position[r] - stretch->start;
-        if (at < CHUNK - 1 || (stretch->window && at >= stretch->window)) return 0;
-    }
+    int low, high;
+    for (int r = row; r < row + count; r++)
+        if (!sees_all(scratch, stretch, r, &low, &high)) return 0;
     return 1;
 }
 

@@ -143,12 +143,16 @@ typedef struct {
     float soft_cap, most;
 } Stretch;
 
+/* Finds what a row sees of the chunk. Returns whether that is all of it, with nothing to be done but to weigh it. */
+INLINE int sees_all(const Scratch *scratch, const Stretch *stretch, int row, int *low, int *high) {
+    find_seen(scratch, row, stretch->start, stretch->window, stretch->from, stretch->to, low, high);
+    return *low == 0 && *high == CHUNK && !(stretch->soft_cap > 0);
+}
+
 INLINE void int8_weigh_row(const Scratch *scratch, const Stretch *stretch, int row, const int32_t *sums,
                            const int is_split) {
-    int64_t at = scratch->position[row] - stretch->start;
-    int64_t low = at_least(stretch->window ? at - stretch->window + 1 : 0, stretch->from);
-    int64_t high = at_most(at + 1, stretch->to);
-    if (low > 0 || high < CHUNK || stretch->soft_cap > 0)
+    int low, high;
+    if (!sees_all(scratch, stretch, row, &low, &high))
         int8_weigh(scratch, row, sums, low, high, stretch->most, stretch->soft_cap, 0, is_split);
     else
         int8_weigh(scratch, row, sums, low, high, stretch->most, 0, 1, is_split);

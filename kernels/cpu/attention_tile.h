@@ -60,6 +60,13 @@ typedef struct {
     const float *scales[CHUNK_UNITS]; /* of 8-bit keys; those of values follow a block further */
 } Units;
 
+/* The tokens out of [from, to) of the chunk that begins at `start` which a row sees. */
+INLINE void find_seen(const Scratch *scratch, int row, int64_t start, int64_t window, int from, int to, int *low, int *high) {
+    int64_t at = scratch->position[row] - start;
+    *low = (int)at_most(at_least(window ? at - window + 1 : 0, from), to);
+    *high = (int)at_least(at_most(at + 1, to), *low);
+}
+
 /* Has a unit fetched. Memory that is in the cache already costs next to nothing. */
 static void fetch_unit(const Cache *cache, const Units *units, int u) {
     /* A cache line of 8-bit keys holds four dimensions of a unit. */
