@@ -88,13 +88,19 @@ class RowLoop:
                 break
             self._collect(self._poll_s())
             self._commit_if_due()
-            if self._monitor.rows_total is None and (total := self._feeder.rows_total) is not None:
-                self._monitor.know(total, self._store.count_done_before(total))
+            self._learn_total()
             self._monitor.tick(self._engine.stats, self._window)
         if self._stop.is_set:
             self._monitor.stopping(self._window, 0 if self._is_paused else self._drain_timeout_s)
             self._drain()
+        # Where no row was left to do, or reading ended as the last one did, no turn of the loop came after it.
+        self._learn_total()
         self._monitor.tick(self._engine.stats, self._window, now=True)
+
+    def _learn_total(self) -> None:
+        """Tell the monitor how many rows there are, once reading came to their end."""
+        if self._monitor.rows_total is None and (total := self._feeder.rows_total) is not None:
+            self._monitor.know(total, self._store.count_done_before(total))
 
     def _drain(self) -> None:
         """Let rows in flight finish, for a while; those of a paused engine never would."""

@@ -1,6 +1,8 @@
 """Runs over a part of the input, and inputs whose length is not known."""
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import batchgen.jobs.engine_start as engine_start_module
 from batchgen.engine.messages import EngineStats
 from batchgen.jobs.events import EventLog
 from batchgen.jobs.monitor import Monitor
+from batchgen.jobs.row import RowPosition, SourceBatch
+from batchgen.jobs.sources.file_source import FileSource
 from batchgen.jobs.status import status
 from batchgen.jobs.tally import Tally
 from batchgen.jobs.testing import NUM_ROWS, QuietReporter, echo_job, go, read_shards, stopped_run
@@ -88,6 +92,23 @@ def test_the_total_is_of_rows_that_were_seen(
     assert go(echo_job(lines, limit=limit), reporter=reporter).rows_total == last
     assert {state.rows_total for state in reporter.states} <= first | {last}
     assert (reporter.states[-1].rows_total, reporter.states[-1].rows_done) == (last, last)
+
+
+def test_the_last_total_shown_is_known_where_reading_ends_after_the_last_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = tmp_path / "in.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)))
+    batches = FileSource.batches
+
+    def late_end(self: FileSource, start: RowPosition) -> Iterator[SourceBatch]:
+        yield from batches(self, start)
+        time.sleep(0.5)
+
+    monkeypatch.setattr(FileSource, "batches", late_end)
+    reporter = QuietReporter()
+    assert go(echo_job(lines), reporter=reporter).rows_total == 20
+    assert (reporter.states[-1].rows_total, reporter.states[-1].rows_done) == (20, 20)
 
 
 def test_rows_beyond_a_limit_that_is_reached_late_do_not_count(tmp_path: Path) -> None:
