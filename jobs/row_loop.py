@@ -93,7 +93,7 @@ class RowLoop:
         if self._stop.is_set:
             self._monitor.stopping(self._window, 0 if self._is_paused else self._drain_timeout_s)
             self._drain()
-        # Where no row was left to do, or reading ended as the last one did, no turn of the loop came after it.
+        # Where reading ended after the last row was collected, no turn of the loop came after it.
         self._learn_total()
         self._monitor.tick(self._engine.stats, self._window, now=True)
 
