@@ -216,28 +216,31 @@ static void fetch_members(const Attention *a, const Cache *cache, const Item *it
 static void walk(const Attention *a, const Cache *cache, const Item *item, const Item *next, const Scratch *scratch) {
     const AttentionPlan *plan = a->plan;
     load_rows(a, cache, item, scratch);
-    Place at = begin(plan, item);
-    Units units, ahead;
-    memset(&ahead, 0, sizeof ahead);
-    find_units(plan, cache, &at.leg, at.start, &ahead);
-    for (int is_more = 1; is_more;) {
-        Place then = at;
-        units = ahead;
-        /* A unit that is not there keeps its pointer: fetching what the cache holds already costs little. */
-        if ((is_more = advance(plan, &then, at.start + CHUNK))) {
-            find_units(plan, cache, &then.leg, then.start, &ahead);
+    /* This chunk and the next take turns in two places: copies of what was just written would wait for it. */
+    Place places[2] = {begin(plan, item)};
+    Units units[2];
+    memset(units, 0, sizeof units);
+    find_units(plan, cache, &places[0].leg, places[0].start, units);
+    units[1] = units[0];
+    Scratch rows = *scratch;
+    for (int now = 0, is_more = 1, row = 0; is_more; now = !now) {
+        Place *at = places + now, *then = places + !now;
+        Units *ahead = units + !now;
+        *then = *at;
+        /* A unit that is not there keeps some pointer: fetching what the cache holds already costs little. */
+        if ((is_more = advance(plan, then, at->start + CHUNK))) {
+            find_units(plan, cache, &then->leg, then->start, ahead);
         } else if (next) {
             Place after = begin(plan, next);
-            find_units(plan, cache, &after.leg, after.start, &ahead);
+            find_units(plan, cache, &after.leg, after.start, ahead);
         }
-        Scratch rows = rows_from(scratch, cache, at.leg.row);
-        int from = (int)at_least(at.leg.first - at.start, 0), to = (int)at_most(at.leg.end - at.start, CHUNK);
-        if (item->members && at.member < 0) {
-            int64_t first = item->first / CHUNK, chunks = (item->end - 1) / CHUNK + 1 - first, done = at.start / CHUNK - first;
+        if (at->leg.row != row) rows = rows_from(scratch, cache, row = at->leg.row);
+        int from = (int)at_least(at->leg.first - at->start, 0), to = (int)at_most(at->leg.end - at->start, CHUNK);
+        if (item->members && at->member < 0) {
+            int64_t first = item->first / CHUNK, chunks = (item->end - 1) / CHUNK + 1 - first, done = at->start / CHUNK - first;
             fetch_members(a, cache, item, (int)(done * item->count / chunks), (int)((done + 1) * item->count / chunks));
         }
-        walk_chunk(a, cache, &rows, at.leg.rows, &units, &ahead, at.start, from, to);
-        at = then;
+        walk_chunk(a, cache, &rows, at->leg.rows, units + now, ahead, at->start, from, to);
     }
     finish_rows(a, cache, scratch, (int)item->rows);
 }

@@ -42,10 +42,16 @@ INLINE vf silu(vf x) {
     return bounded / (vf_set1(1.0f) + vf_exp(vf_set1(0.0f) - bounded));
 }
 
+#define GATE_AHEAD 512 /* floats that are fetched ahead, over the end of a row into the next: another thread wrote half of them */
+
 /* out [n] = silu(gate) * up */
 INLINE void gate_row(const float *gate, const float *up, float *out, int64_t n) {
     int64_t i = 0;
-    for (; i + VW <= n; i += VW) vf_store(out + i, silu(vf_load(gate + i)) * vf_load(up + i));
+    for (; i + VW <= n; i += VW) {
+        __builtin_prefetch(gate + i + GATE_AHEAD);
+        __builtin_prefetch(up + i + GATE_AHEAD);
+        vf_store(out + i, silu(vf_load(gate + i)) * vf_load(up + i));
+    }
     if (i < n) {
         float edge[VW] = {0};
         memcpy(edge, gate + i, (size_t)(n - i) * 4);
