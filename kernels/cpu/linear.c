@@ -23,8 +23,10 @@
 #define PIECE 384
 /* Floats of packed weight that are kept in the L2 cache while all rows pass over them. */
 #define RESIDENT (80 * 1024)
-/* Rows of a chunk, so that its x stays in the L2 cache with the panels. */
-#define GROUP_ROWS 192
+/* Rows of a chunk: at most so many, so that its x stays in the L2 cache with the panels; and so many at least, or weights that
+ * several threads read cost more than rows that stay with one. */
+#define MOST_ROWS 192
+#define LEAST_ROWS 32
 
 static int64_t panels_of(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
@@ -145,10 +147,10 @@ void linear_float_panels(const LinearFloat *p, int64_t row, int64_t row_end, int
 }
 
 
-/* Rows are cut as well as panels once there are more than GROUP_ROWS of them, or too few panels for all threads. */
+/* Rows are cut further where there are too few panels for all threads. */
 static int64_t row_groups(const LinearFloat *p, int64_t rows, const Step *step) {
     int64_t tiles = (rows + ROWS - 1) / ROWS, panels = panels_of(p->columns);
-    int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS, wanted = (4 * step->threads + panels - 1) / panels;
+    int64_t groups = even_groups(rows, LEAST_ROWS, MOST_ROWS, step), wanted = (4 * step->threads + panels - 1) / panels;
     if (step->threads > 1 && groups < wanted) groups = wanted;
     return groups < tiles ? groups : tiles;
 }
@@ -165,11 +167,11 @@ static int64_t linear_chunks(const void *args, const Step *step) {
 static void linear_run(const void *args, Step *step, int64_t chunk, int64_t of) {
     LinearFloat product = *(const LinearFloat *)args;
     product.rows = step_size(step, product.rows);
-    int64_t groups = row_groups(&product, product.rows, step), group = chunk % groups, panels = panels_of(product.columns);
-    int64_t share = chunk / groups, shares = of / groups, row = chunk_begin(product.rows, group, groups);
-    int64_t panel = chunk_begin(panels, share, shares);
+    int64_t groups = row_groups(&product, product.rows, step), each = of / groups, group = chunk / each;
+    int64_t panels = panels_of(product.columns), panel = chunk_begin(panels, chunk % each, each);
+    int64_t row = chunk_begin(product.rows, group, groups);
     linear_float_panels(&product, row, chunk_begin(product.rows, group + 1, groups), panel,
-                        chunk_begin(panels, share + 1, shares), product.out + row * product.columns + panel * PANEL,
+                        chunk_begin(panels, chunk % each + 1, each), product.out + row * product.columns + panel * PANEL,
                         product.columns);
 }
 

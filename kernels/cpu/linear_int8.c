@@ -3,8 +3,10 @@
 
 #include "kernels.h"
 
-/* Rows of a chunk at most: their values stay in the L2 cache while panels pass. */
-#define ROW_GROUP 256
+/* Rows of a chunk: at most so many, for their values stay in the L2 cache while panels pass; and so many at least, or weights
+ * that several threads read cost more than rows that stay with one. */
+#define MOST_ROWS 256
+#define LEAST_ROWS 24
 #define STEP_PANELS 4 /* chunks begin at a multiple of this many panels */
 /* Rows, those of both planes counted, that vectors multiply in one pass, and faster than tiles do: all wait for the weights
  * alone, and vectors have more of them on the way. */
@@ -59,11 +61,11 @@ int64_t bg_int8_is_fast(void) {
 #endif
 }
 
-static int64_t row_groups(int64_t rows) { return (rows + ROW_GROUP - 1) / ROW_GROUP; }
+static int64_t row_groups(int64_t rows, const Step *step) { return even_groups(rows, LEAST_ROWS, MOST_ROWS, step); }
 
 static int64_t chunks(const void *args, const Step *step) {
     const LinearInt8 *p = args;
-    int64_t rows = step_size(step, p->rows), groups = row_groups(rows);
+    int64_t rows = step_size(step, p->rows), groups = row_groups(rows, step);
     if (!rows || !p->columns) return 0;
     int64_t steps = (panels_of(p->columns) + STEP_PANELS - 1) / STEP_PANELS;
     /* Nanoseconds for one step of panels: weights at 8 GB/s and products at the pace of the path. */
@@ -86,7 +88,7 @@ static int64_t part_begin(const LinearInt8 *p, int64_t part, int64_t parts) {
 
 static void run(const void *args, Step *step, int64_t chunk, int64_t of) {
     const LinearInt8 *p = args;
-    int64_t rows = step_size(step, p->rows), groups = row_groups(rows), each = of / groups, group = chunk / each;
+    int64_t rows = step_size(step, p->rows), groups = row_groups(rows, step), each = of / groups, group = chunk / each;
     int64_t panel = part_begin(p, chunk % each, each), panel_end = part_begin(p, chunk % each + 1, each);
     int error = region(p, chunk_begin(rows, group, groups), chunk_begin(rows, group + 1, groups), panel, panel_end);
     if (error) step_fail(step, error);
@@ -94,7 +96,7 @@ static void run(const void *args, Step *step, int64_t chunk, int64_t of) {
 
 const void *reads_linear_int8(const void *args, const Step *step, int64_t chunk, int64_t of, int64_t *bytes) {
     const LinearInt8 *p = args;
-    int64_t each = of / row_groups(step_size(step, p->rows)), panel = part_begin(p, chunk % each, each);
+    int64_t each = of / row_groups(step_size(step, p->rows), step), panel = part_begin(p, chunk % each, each);
     *bytes = (part_begin(p, chunk % each + 1, each) - panel) * PANEL * p->depth;
     return p->packed + panel * PANEL * p->depth;
 }

@@ -3,8 +3,11 @@
  * An operation is a row of 8-byte fields that Python fills in once; `args` are those of the kernel's own struct. A program is
  * a list of them, run by all threads in one parallel region. Each operation is cut into chunks that threads take one by
  * one; the next begins when all chunks are done. No thread waits for one that holds no chunk, so a thread that the system
- * has put aside holds nobody up, and fast cores do more than slow ones. Where chunks read weights (`Reads`), each thread
- * begins with a share of its own, one chunk after the other, and has its first bytes fetched while it waits. */
+ * has put aside holds nobody up, and fast cores do more than slow ones.
+ *
+ * Each thread begins with a share of its own, one chunk after the other. Chunks are cut by rows first, so that from one
+ * operation to the next a thread goes on with rows that it has written itself: those of others would have to come out of
+ * another core's cache. Where chunks read weights (`Reads`), a thread has its first bytes fetched while it waits. */
 #ifndef BATCHGEN_OP_H
 #define BATCHGEN_OP_H
 
@@ -38,6 +41,7 @@ typedef struct {
     int64_t (*chunks)(const void *args, const Step *step);
     /* Does one chunk of `of`. Any order, any thread. */
     void (*run)(const void *args, Step *step, int64_t chunk, int64_t of);
+    int has_order; /* Chunks are begun in their order, by whoever is free: no shares. */
 } Kernel;
 
 /* Says what memory a chunk of a kernel reads from end to end: its address, and how many bytes. Neither that nor the number of
@@ -59,7 +63,16 @@ static inline int64_t even_chunks(int64_t items, int64_t cost, const Step *step)
     if (items <= 0) return 0;
     int64_t most = items * cost / 5000 + 1, wanted = step->threads == 1 ? 1 : 3 * step->threads;
     if (wanted > most) wanted = most;
-    return wanted > items ? items : wanted;
+    if (wanted > items) wanted = items;
+    return wanted > step->threads ? wanted - wanted % step->threads : wanted;
+}
+
+/* Groups that the rows of a product are cut into before its columns are: one for each thread, or for each two, three, ... of
+ * them, if that leaves at least `least` rows in each, for every group reads all weights; more if one had over `most` rows. */
+static inline int64_t even_groups(int64_t rows, int64_t least, int64_t most, const Step *step) {
+    int64_t groups = step->threads;
+    while (groups > 1 && (step->threads % groups || rows < least * groups)) groups--;
+    return groups * ((rows + most * groups - 1) / (most * groups));
 }
 
 static inline int64_t chunk_begin(int64_t items, int64_t chunk, int64_t of) { return items * chunk / of; }

@@ -122,7 +122,7 @@ static double now(void) {
 }
 
 static int64_t shares_of(int64_t kind, const Step *step) {
-    if (!READS[kind]) return 1;
+    if (KERNELS[kind].kernel->has_order) return 1;
     return step->threads < SHARES ? step->threads : SHARES;
 }
 
