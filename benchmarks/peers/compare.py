@@ -8,7 +8,8 @@ side, each in a process of its own, and take turns: every case of every round go
 after the other, another first each time, so that a machine that changes its pace does so for all. Greedy,
 end-of-text ignored, exact output counts, prefix caches cold, the machine waited for until it is idle; loading
 is timed apart. Prints output tokens/s (medians) and batchgen's ratio to the best peer (the median of the
-rounds' ratios), draws them, and adds lines to benchmarks/results/peers.jsonl.
+rounds' ratios), adds lines to benchmarks/results/peers.jsonl, and draws what stands there of each column and
+case since its last sitting.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from benchmarks import record
 from benchmarks.peers.cases import COLUMNS, Case, Column, make_cases
 from benchmarks.peers.loaded import Ended, Loaded
 from benchmarks.peers.picture import draw
-from benchmarks.peers.summary import OURS, Cell, groups, memory_table, ratio, table
+from benchmarks.peers.summary import OURS, Cell, groups, memory_table, newest, ratio, table
 
 PEERS = ("vllm", "openvino", "transformers")
 DEFAULT_COLUMNS = "fp32,fp32-kv16,int8"
@@ -176,7 +177,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--transformers-batch-size", type=int, default=32)
     parser.add_argument("--openvino-batch-tokens", type=int, default=512)
     parser.add_argument(
-        "--picture", type=Path, help="where the SVG goes; default: results/peers.svg if saved"
+        "--picture", type=Path, help="where an SVG of this sitting goes"
     )
     return parser.parse_args()
 
@@ -203,12 +204,14 @@ def main() -> None:
             print("interrupted: what has been measured counts")
     cells = sitting.ordered()
     print(f"\n{table(cells)}\n\n{memory_table(cells)}")
-    picture = args.picture or (None if args.no_save else record.RESULTS / "peers.svg")
-    if picture:
-        machine = record.machine()
-        picture.write_text(draw(cells, f"{machine['cpu']}, {args.threads} cores"), encoding="utf-8")
+    title = f"{record.machine()['cpu']}, {args.threads} cores"
+    if args.picture:
+        args.picture.write_text(draw(cells, title), encoding="utf-8")
     if not args.no_save:
         save(sitting, cases, args)
+        lines = (record.RESULTS / "peers.jsonl").read_text(encoding="utf-8").splitlines()
+        drawn = draw(newest(map(json.loads, lines)), title)
+        (record.RESULTS / "peers.svg").write_text(drawn, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,28 @@ def groups(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
     return found
 
 
+def newest(lines: Iterable[Mapping[str, Any]]) -> list[Cell]:
+    """The last sitting's cells of each column and case, out of the lines of results/peers.jsonl."""
+    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for line in lines:
+        case = line["case"]
+        group = found.setdefault((case["column"], case["case"]), {})
+        # Ours is the first of a sitting's.
+        if case["engine"] == OURS:
+            group.clear()
+        group[case["engine"]] = line
+    cells = [
+        Cell(column, case, engine, rates=list(line["rounds"]), noisy=line["noisy"])
+        for (column, case), group in found.items()
+        for engine, line in group.items()
+    ]
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    # The made-up cases come behind the workloads, as in a sitting.
+    return sorted(
+        cells, key=lambda cell: (columns.index(cell.column), cell.case in ("single", "long"), cell.case)
+    )
+
+
 def table(cells: Iterable[Cell]) -> str:
     """A Markdown table: a row for each column and case, an engine each, then batchgen to the best peer.
 

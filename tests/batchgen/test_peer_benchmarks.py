@@ -50,6 +50,18 @@ bars = [part for part in root if part.tag.endswith("rect") and part.get("height"
 widths = [float(bar.get("width")) for bar in bars]
 assert len(widths) == 2 and widths[0] == 2 * widths[1], widths
 """
+NEWEST = """
+from benchmarks.peers.summary import newest
+def line(engine, rate, case="w1", column="fp32"):
+    return {"case": {"column": column, "case": case, "engine": engine}, "rounds": [rate, rate], "noisy": 0}
+old = [line("batchgen", 9), line("vllm", 9), line("openvino", 9), line("batchgen", 3, case="single")]
+new = [line("batchgen", 4, column="int8"), line("batchgen", 2), line("vllm", 1), line("batchgen", 5, case="w2")]
+cells = [(one.column, one.case, one.engine, one.rate) for one in newest(old + new)]
+assert cells == [
+    ("fp32", "w1", "batchgen", 2), ("fp32", "w1", "vllm", 1), ("fp32", "w2", "batchgen", 5),
+    ("fp32", "single", "batchgen", 3), ("int8", "w1", "batchgen", 4),
+], cells
+"""
 CASES = """
 from benchmarks.engine.workloads import Request
 from benchmarks.peers.cases import common_tokens, long_requests, make_cases, warm_up
@@ -70,7 +82,11 @@ for case in cases:
 """
 
 
-@pytest.mark.parametrize("code", [RATIO, TABLE, PICTURE, CASES], ids=["ratio", "table", "picture", "cases"])
+@pytest.mark.parametrize(
+    "code",
+    [RATIO, TABLE, PICTURE, NEWEST, CASES],
+    ids=["ratio", "table", "picture", "newest", "cases"],
+)
 def test_peer_benchmarks(code, repository, monkeypatch):
     monkeypatch.delenv("BATCHGEN_BENCH_DATA", raising=False)
     result = subprocess.run(
