@@ -176,9 +176,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--idle-limit", type=float, default=60, help="seconds to wait for an idle machine")
     parser.add_argument("--transformers-batch-size", type=int, default=32)
     parser.add_argument("--openvino-batch-tokens", type=int, default=512)
-    parser.add_argument(
-        "--picture", type=Path, help="where an SVG of this sitting goes"
-    )
+    parser.add_argument("--picture", type=Path, help="where an SVG of this sitting goes")
     return parser.parse_args()
 
 
