@@ -55,7 +55,8 @@ from benchmarks.peers.summary import newest
 def line(engine, rate, case="w1", column="fp32"):
     return {"case": {"column": column, "case": case, "engine": engine}, "rounds": [rate, rate], "noisy": 0}
 old = [line("batchgen", 9), line("vllm", 9), line("openvino", 9), line("batchgen", 3, case="single")]
-new = [line("batchgen", 4, column="int8"), line("batchgen", 2), line("vllm", 1), line("batchgen", 5, case="w2")]
+new = [line("batchgen", 4, column="int8"), line("batchgen", 2), line("vllm", 1)]
+new.append(line("batchgen", 5, case="w2"))
 cells = [(one.column, one.case, one.engine, one.rate) for one in newest(old + new)]
 assert cells == [
     ("fp32", "w1", "batchgen", 2), ("fp32", "w1", "vllm", 1), ("fp32", "w2", "batchgen", 5),
