@@ -300,4 +300,4 @@ static void attention_run(const void *args, Step *step, int64_t chunk, int64_t o
 #endif
 }
 
-const Kernel kernel_attention = {attention_chunks, attention_run, .has_order = 1};
+const Kernel kernel_attention = {attention_chunks, attention_run};

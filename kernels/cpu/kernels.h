@@ -37,6 +37,9 @@
 ALL_KERNELS(DECLARE)
 #undef DECLARE
 
+/* Those whose chunks are begun in their order, by whoever is free: no thread has a share of its own. */
+#define ORDERED_KERNELS(X) X(attention)
+
 /* Those that say what memory their chunks read, in a `Reads reads_name`. */
 #define READING_KERNELS(X) X(linear_int8)
 

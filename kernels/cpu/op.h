@@ -41,7 +41,6 @@ typedef struct {
     int64_t (*chunks)(const void *args, const Step *step);
     /* Does one chunk of `of`. Any order, any thread. */
     void (*run)(const void *args, Step *step, int64_t chunk, int64_t of);
-    int has_order; /* Chunks are begun in their order, by whoever is free: no shares. */
 } Kernel;
 
 /* Says what memory a chunk of a kernel reads from end to end: its address, and how many bytes. Neither that nor the number of

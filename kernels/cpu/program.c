@@ -42,6 +42,12 @@ static Reads *const READS[sizeof KERNELS / sizeof *KERNELS] = {
 #undef ROW
 };
 
+static const char HAS_ORDER[sizeof KERNELS / sizeof *KERNELS] = {
+#define ROW(name) [KIND_##name] = 1,
+    ORDERED_KERNELS(ROW)
+#undef ROW
+};
+
 /* Name of a row of the table; NULL past its end. */
 const char *bg_kernel_name(int64_t kind) {
     return kind < (int64_t)(sizeof KERNELS / sizeof *KERNELS) ? KERNELS[kind].name : NULL;
@@ -122,7 +128,7 @@ static double now(void) {
 }
 
 static int64_t shares_of(int64_t kind, const Step *step) {
-    if (KERNELS[kind].kernel->has_order) return 1;
+    if (HAS_ORDER[kind]) return 1;
     return step->threads < SHARES ? step->threads : SHARES;
 }
 
