@@ -7,6 +7,10 @@ from torch import Tensor
 
 from batchgen.kernels.ops import Kernels
 from batchgen.models.model_config import RopeConfig
+from batchgen.trigonometry import cos_and_sin
+
+# Positions of a table that are computed at a time: in float64 they are four times as large on the way.
+_SLAB_POSITIONS = 1 << 16
 
 
 class RotaryEmbedding:
@@ -31,9 +35,7 @@ class RotaryEmbedding:
         frequencies = inverse_frequencies(rope)
         if divisors is not None:
             frequencies = frequencies / divisors.to(torch.float32)
-        # The angle is rounded to float32 before the cosine, as in the code that trained the models.
-        angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * frequencies
-        self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+        self.cos_sin = _table(num_positions, frequencies).to(device)
         self._kernels = kernels
 
     def __call__(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
@@ -43,6 +45,19 @@ class RotaryEmbedding:
         all rows are equal.
         """
         self._kernels.rotary(query, key, positions if positions.dim() == 1 else positions[0], self.cos_sin)
+
+
+def _table(num_positions: int, frequencies: Tensor) -> Tensor:
+    """Cosines, then sines, of each position's angles: [positions, dim] float32."""
+    half = len(frequencies)
+    table = torch.empty(num_positions, 2 * half)
+    for begin in range(0, num_positions, _SLAB_POSITIONS):
+        positions = torch.arange(begin, min(begin + _SLAB_POSITIONS, num_positions), dtype=torch.float32)
+        # The angle is rounded to float32 before the cosine, as in the code that trained the models.
+        cosine, sine = cos_and_sin(positions.unsqueeze(1) * frequencies)
+        rows = table[begin : begin + len(positions)]
+        rows[:, :half], rows[:, half:] = cosine, sine
+    return table
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.ops import Kernels
+from batchgen.trigonometry import cos_and_sin
 
 # Largest Hadamard matrix of a power of two that is multiplied as one; larger ones are products of several.
 _LARGEST_POWER = 64
@@ -126,4 +127,5 @@ def _hartley(size: int) -> Tensor:
     index = torch.arange(size, dtype=torch.float64)
     # The product modulo the size keeps angles small, hence exact.
     angles = torch.outer(index, index) % size * (2 * math.pi / size)
-    return ((angles.cos() + angles.sin()) / math.sqrt(size)).to(torch.float32)
+    cosine, sine = cos_and_sin(angles)
+    return ((cosine + sine) / math.sqrt(size)).to(torch.float32)
