@@ -26,7 +26,7 @@ demo := examples/summarize
 
 help:
 	@echo "make demo       run a small real model over $(demo)/texts.parquet; again: finds it finished"
-	@echo "make test       the tests, kernels under the Triton interpreter included (seven to nine minutes on two cores)"
+	@echo "make test       the tests, kernels under the Triton interpreter included (five to eight minutes on two cores)"
 	@echo "make test-slow  the slower tests"
 	@echo "make test-long  tests of many minutes"
 	@echo "make check      formatting, lint, types and the checks of the repository itself"

@@ -9,8 +9,8 @@ def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of angles in radians, of any shape, as float64 on the CPU.
 
     Not by torch: it shares these functions out to threads, and one that enters the maths library while
-    another is still setting it up may get a coarser version. On a busy machine 2 of 15 processes whose
-    first cosines were these had a third of them off by 1e-4. NumPy computes in one thread.
+    another is still setting it up may get a coarser version. On a busy machine 2 of 71 processes whose
+    first cosines were these had some of them off by 1.5e-4. NumPy computes in one thread.
     """
     exact = angles.cpu().numpy().astype(np.float64)
     return torch.from_numpy(np.cos(exact)), torch.from_numpy(np.sin(exact))
