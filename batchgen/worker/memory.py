@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from batchgen.config import CacheConfig, Decision
-from batchgen.errors import CapacityError
+from batchgen.errors import CapacityError, ConfigError
 from batchgen.models.kv_layout import KVLayout
 from batchgen.worker.decisions import Limits
 
@@ -43,7 +43,8 @@ def plan_blocks(
         on_cpu: whether blocks live in host memory; then `gpu_memory_utilization` has no say.
 
     Raises:
-        CapacityError: not even one block fits, or not all that were asked for.
+        ConfigError: `kv_cache_memory_bytes` is less than a block.
+        CapacityError: no block fits what is free, or not all that were asked for.
     """
     blocks_per_seq = layout.blocks_for(limits.max_model_len, limits.max_num_batched_tokens)
     asked = _asked_for(cache, block_bytes, free_bytes)
@@ -67,7 +68,7 @@ def _asked_for(cache: CacheConfig, block_bytes: int, free_bytes: int) -> tuple[i
     elif cache.kv_cache_memory_bytes is not None:
         blocks, name = cache.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
         if blocks < 1:
-            raise CapacityError(
+            raise ConfigError(
                 f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} does not hold one block of "
                 f"{cache.block_size} tokens ({block_bytes} bytes); give more"
             )

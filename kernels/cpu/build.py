@@ -17,7 +17,7 @@ from pathlib import Path
 from batchgen.errors import ConfigError
 
 log = logging.getLogger("batchgen.kernels")
-# A warning, so that who waits ten seconds in Python sees why without setting a log up.
+# A warning, so that who waits in Python sees why without setting a log up.
 loading = logging.getLogger("batchgen.loading")
 
 FLAGS = (
@@ -77,7 +77,7 @@ def library_path(cache_dir: Path | None = None, flags: Sequence[str] | None = No
             return found
         found.unlink(missing_ok=True)
     how_often = "once" if folder == wanted else "for this process"
-    loading.warning("compiling the C kernels for this machine (%s, about ten seconds)", how_often)
+    loading.warning("compiling the C kernels for this machine (%s, ten seconds or more)", how_often)
     return _compile(compiler, flags, folder, stem)
 
 

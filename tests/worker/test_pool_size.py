@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from batchgen.config import CacheConfig
-from batchgen.errors import CapacityError
+from batchgen.errors import CapacityError, ConfigError
 from batchgen.kernels.kv import KVCacheSpec
 from batchgen.models.kv_layout import KVLayout, kv_layout
 from batchgen.worker import device
@@ -67,7 +67,7 @@ def test_what_is_given_is_taken() -> None:
 
 
 def test_too_little_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(CapacityError, match="kv_cache_memory_bytes=999"):
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes=999"):
         plan(kv_cache_memory_bytes=999)
     with pytest.raises(CapacityError, match="set kv_cache_memory_bytes"):
         plan(free=BLOCK)
