@@ -90,7 +90,12 @@ def generate(
     flags: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     flags |= {"seed": seed, "max_tokens": max_tokens, "stop": stop or None, "n": n, "logprobs": logprobs}
     flags |= _beams(beam_width, n, temperature)
-    given |= {name: value for name, value in flags.items() if value is not None}
+    said = {name: value for name, value in flags.items() if value is not None}
+    if twice := sorted(said.keys() & given.keys()):
+        raise ConfigError(
+            f"--set sampling.{twice[0]}: a flag says it too ({said[twice[0]]!r}); leave one of the two out"
+        )
+    given |= said
     if rules := _grammar(json_schema, regex, choice, grammar):
         given["structured_outputs"] = {**(given.get("structured_outputs") or {}), **rules}
 

@@ -1,5 +1,6 @@
 """The `batchgen` command: its commands, and how their errors become messages and exit codes."""
 
+import os
 import sys
 import traceback
 from typing import Annotated, NoReturn
@@ -56,12 +57,34 @@ def main() -> NoReturn:
         typer.echo(f"error: {error}", err=True)
         sys.exit(exit_codes.of_error(error))
     except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
         sys.exit(exit_codes.INTERRUPTED)
-    except Exception:
-        traceback.print_exc()
-        typer.echo("error: this is a mistake in batchgen, not in what you asked for", err=True)
+    except OSError as error:
+        # What names a file, or leaves standard output as it was, is none of its errors.
+        if error.filename is not None or _can_write_output():
+            _own_mistake()
+        typer.echo(f"error: cannot write to standard output: {error.strerror}", err=True)
         sys.exit(exit_codes.FAILED)
+    except Exception:
+        _own_mistake()
     sys.exit(exit_codes.GOOD)
+
+
+def _own_mistake() -> NoReturn:
+    traceback.print_exc()
+    typer.echo("error: this is a mistake in batchgen, not in what you asked for", err=True)
+    sys.exit(exit_codes.FAILED)
+
+
+def _can_write_output() -> bool:
+    try:
+        # Nothing would be written by writing nothing, nor would anybody notice a full disk.
+        os.write(sys.stdout.fileno(), b"\n")
+        return True
+    except OSError:
+        # The interpreter would try once more as it ends, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
 
 
 if __name__ == "__main__":

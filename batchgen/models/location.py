@@ -85,6 +85,8 @@ def resolve_model(model: str, revision: str | None = None, *, tokenizer_only: bo
         return _gguf(path, model)
     if path.is_dir():
         return _folder(path, model)
+    if path.exists():
+        raise ConfigError(f"model {model!r}: neither a file nor a folder; name one of the two")
     if not _may_be_hub_id(model):
         raise ConfigError(f"model {model!r}: no such file or folder{_similar_beside(path)}")
     return _from_hub(model, revision, tokenizer_only)

@@ -9,8 +9,10 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -45,6 +47,8 @@ ISA_CAPS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 COMPILERS = ("gcc", "cc")
 COMPILE_TIMEOUT_S = 120
+# What a process that compiles has not touched for so long, it has left behind.
+_LEFT_OVER_AFTER_S = 3600.0
 
 
 class BuildError(Exception):
@@ -211,6 +215,7 @@ def _compile(compiler: tuple[str, ...], flags: Sequence[str], folder: Path, stem
     Sources are compiled side by side, the largest first: they take seconds each.
     """
     sources = sorted(Path(__file__).parent.glob("*.c"), key=lambda source: -source.stat().st_size)
+    _remove_left_over(folder)
     try:
         with tempfile.TemporaryDirectory(prefix=f"{stem}-", suffix=".tmp", dir=folder) as workshop:
             objects = [f"{workshop}/{source.stem}.o" for source in sources]
@@ -227,6 +232,14 @@ def _compile(compiler: tuple[str, ...], flags: Sequence[str], folder: Path, stem
             return target
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler[0]} could not be run: {error}") from error
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Remove workshops of processes that were killed in the middle."""
+    for workshop in folder.glob("kernels-*.tmp"):
+        with suppress(OSError):
+            if time.time() - workshop.stat().st_mtime > _LEFT_OVER_AFTER_S:
+                shutil.rmtree(workshop)
 
 
 def _run(command: Sequence[str]) -> None:

@@ -59,6 +59,17 @@ def test_compiling_is_said_once_and_without_a_log_set_up(tmp_path, caplog):
     assert "compiling the C kernels for this machine (once, ten seconds or more)" in record.message
 
 
+def test_what_a_killed_build_left_is_removed_but_not_what_another_works_on(tmp_path):
+    old, new = tmp_path / "kernels-0-a.tmp", tmp_path / "kernels-0-b.tmp"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "linear.o").write_bytes(b"half")
+    os.utime(old, (0, 0))
+    build.library_path(tmp_path, QUICK)
+    assert not old.exists()
+    assert new.exists()
+
+
 def test_second_build_is_found_in_the_cache(tmp_path):
     first = build.library_path(tmp_path, QUICK)
     before = first.stat()

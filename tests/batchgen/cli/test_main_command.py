@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,31 @@ def test_light_commands_load_nothing_heavy(arguments) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("generate", "-m", "echo:", "-p", "hi", "--max-tokens", "2")]
+)
+def test_a_full_disk_behind_standard_output_is_one_message(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "batchgen.cli", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == exit_codes.FAILED
+    assert done.stderr.splitlines()[-1] == "error: cannot write to standard output: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_of_a_file_is_not_taken_for_one_of_standard_output(invoke, monkeypatch) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(batchgen.cli.main, "app", fail)
+    done = invoke("run", "job.yaml")
+    assert "this is a mistake in batchgen" in done.err
+    assert done.code == exit_codes.FAILED
