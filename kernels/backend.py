@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import KernelError
+from batchgen.kernels.coded import Coded
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
 from batchgen.kernels.program import Program, StepSizes
 from batchgen.kernels.quantized import Quantized
@@ -20,7 +21,7 @@ log = logging.getLogger("batchgen.kernels")
 
 # The order is the order of the printed choices. `store_kv` follows `attention`: both must know one layout.
 OPERATIONS = (
-    "linear", "linear_int8", "gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "quantize",
+    "linear", "linear_int8", "linear_coded", "gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "quantize",
     "attention", "store_kv", "sample", "score_tokens", "penalise",
 )  # fmt: skip
 
@@ -61,6 +62,8 @@ class PackedLinear(ABC):
 
     in_features: int
     out_features: int
+    # Whether it holds codes of a few bits, from `pack_coded`.
+    is_coded: ClassVar[bool] = False
     # Integers that are multiplied first, in 16 bits, where only the largest result of a row is asked for.
     screen: "PackedLinear | None" = None
 
@@ -122,6 +125,14 @@ class KernelBackend(ABC):
 
     def linear_int8(self, x: Quantized, packed: PackedLinear, out: Tensor) -> Tensor:
         """See `Kernels.linear`, for quantized activations."""
+        raise NotImplementedError
+
+    def pack_coded(self, coded: Coded, bias: Tensor | None) -> PackedLinear:
+        """See `Kernels.pack_coded`."""
+        raise NotImplementedError
+
+    def linear_coded(self, x: Tensor, packed: PackedLinear, out: Tensor) -> Tensor:
+        """See `Kernels.linear`, for weights of a few bits."""
         raise NotImplementedError
 
     def quantize(self, x: Tensor, out: Quantized) -> Quantized:

@@ -55,6 +55,16 @@ def is_out(out: Tensor | None, home: Home, shape: tuple[int, ...]) -> bool:
     )
 
 
+def is_part_out(out: Tensor | None, home: Home, shape: tuple[int, int]) -> bool:
+    """The same for a result that may be some columns of a wider one; None can take it."""
+    return out is None or (
+        out.shape == shape
+        and (out.stride()[1] == 1 or shape[1] == 1)
+        and out.dtype is home.dtype
+        and out.device.type == home.device
+    )
+
+
 def given(**tensors: Tensor | None) -> dict[str, Tensor]:
     """Those that are there."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -71,6 +81,14 @@ def check_linear(home: Home, x: Tensor, packed: PackedLinear, out: Tensor | None
         or not is_at(home.device, x)
         or not is_out(out, home, (shape[0], packed.out_features))
     ):
+        error = disagree("linear", home, **given(x=x, out=out))
+        raise type(error)(f"{error}; the weight is [{packed.out_features}, {packed.in_features}]")
+
+
+def check_linear_coded(home: Home, x: Tensor, packed: PackedLinear, out: Tensor | None) -> None:
+    """Want what `check_linear` wants; rows of out need only be dense."""
+    check_linear(home, x, packed, None)
+    if not is_part_out(out, home, (x.shape[0], packed.out_features)):
         error = disagree("linear", home, **given(x=x, out=out))
         raise type(error)(f"{error}; the weight is [{packed.out_features}, {packed.in_features}]")
 
@@ -96,9 +114,9 @@ def is_quantized(x: Quantized, rows: int, width: int, device: str) -> bool:
 
 
 def check_linear_int8(home: Home, x: Quantized, packed: PackedLinear, out: Tensor | None) -> None:
-    """Want x [T, K], planes and values dense in a token; out [T, N] contiguous."""
+    """Want x [T, K], planes and values dense in a token; rows of out [T, N] dense."""
     rows = x.values.shape[0]
-    if not is_quantized(x, rows, packed.in_features, home.device) or not is_out(
+    if not is_quantized(x, rows, packed.in_features, home.device) or not is_part_out(
         out, home, (rows, packed.out_features)
     ):
         error = disagree("linear", home, **given(values=x.values, scale=x.scale, out=out))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from batchgen.kernels import checks, weight_checks
 from batchgen.kernels.backend import KernelBackend, PackedLinear
+from batchgen.kernels.coded import Coded
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.sampling import check_columns
 
@@ -29,6 +30,8 @@ class RowOps:
         self._linear, self._pack_linear = backends["linear"].linear, backends["linear"].pack_linear
         integers = backends["linear_int8"]
         self._linear_int8, self._pack_int8 = integers.linear_int8, integers.pack_int8
+        few = backends["linear_coded"]
+        self._linear_coded, self._pack_coded = few.linear_coded, few.pack_coded
         self._rms_norm, self._add_rms_norm = (
             backends["rms_norm"].rms_norm,
             backends["add_rms_norm"].add_rms_norm,
@@ -58,12 +61,22 @@ class RowOps:
         weight_checks.check_int8_weight(self.home, weight, scale, bias)
         return self._pack_int8(weight, scale, bias)
 
+    def pack_coded(self, coded: Coded, bias: Tensor | None = None) -> PackedLinear:
+        """Lay a weight of a few bits out for `linear` of floats; it stays in these bits.
+
+        Shapes: as Coded says; bias [N] or None, of any floating dtype.
+        Raises: ShapeError if the parts disagree; KernelError if a code, or a group of an input, is out of range.
+        """
+        weight_checks.check_coded_weight(self.home, coded, bias)
+        return self._pack_coded(coded, bias)
+
     def linear(self, x: Activation, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
         """Multiply by a packed weight: x [T, K] -> x · weightᵀ + bias, [T, N].
 
         Rows of x are dense; the stride between them is free. T may be 0.
 
-        A weight from `pack_int8` takes quantized activations, one from `pack_linear` floats. Integers are
+        A weight from `pack_int8` takes quantized activations, others floats. One from `pack_coded` gives what
+        `pack_linear` of its decoded weight does, and may write to some columns of a wider `out`. Integers are
         summed without rounding; then, in float32 and in this order, come the token's scale, the column's and
         the bias. In 16 bits 256 times the sum of high bytes and the sum of low bytes are added as float32.
         """
@@ -73,6 +86,11 @@ class RowOps:
                 shape = (x.values.shape[0], packed.out_features)
                 out = torch.empty(shape, dtype=self.home.dtype, device=x.values.device)
             return self._linear_int8(x, packed, out)
+        if packed.is_coded:
+            checks.check_linear_coded(self.home, x, packed, out)
+            if out is None:
+                out = torch.empty((x.shape[0], packed.out_features), dtype=self.home.dtype, device=x.device)
+            return self._linear_coded(x, packed, out)
         checks.check_linear(self.home, x, packed, out)
         return self._linear(x, packed, out)
 
@@ -106,6 +124,9 @@ class RowOps:
         if isinstance(x, Quantized):
             checks.check_linear_int8(self.home, x, packed, None)
             return self._backends["linear_int8"]
+        if packed.is_coded:
+            checks.check_linear_coded(self.home, x, packed, None)
+            return self._backends["linear_coded"]
         checks.check_linear(self.home, x, packed, None)
         return self._backends["linear"]
 

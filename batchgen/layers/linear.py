@@ -36,7 +36,8 @@ class LinearLayer:
         part_sizes: tuple[int, ...],
         has_bias: bool = False,
     ):
-        self.name, self.method, self.parallel = name, method, parallel
+        self.name, self.method, self.parallel = name, method.of(name), parallel
+        method = self.method
         self.in_features, self.part_sizes = in_features, part_sizes
         inputs = self.input_share()
         outputs = tuple(self.output_share(part) for part in range(len(part_sizes)))
@@ -50,7 +51,9 @@ class LinearLayer:
         self.input_bits = method.input_bits(self.shape)
         self.layouts = method.layouts(self.shape)
         self.weights: Any = method.create_weights(self.shape)
-        self._waiting = {(part, parameter) for part in range(len(part_sizes)) for parameter in self.layouts}
+        needed = self.layouts.keys() - method.optional(self.shape)
+        self._waiting = {(part, parameter) for part in range(len(part_sizes)) for parameter in needed}
+        self._loaded: set[tuple[int, str]] = set()
 
     def input_share(self) -> slice:
         """Which inputs are this rank's."""
@@ -70,13 +73,23 @@ class LinearLayer:
             return
         if parameter not in self.layouts:
             raise WeightsError(f"{self.name}: has no parameter {parameter!r}")
-        if (part, parameter) not in self._waiting:
+        if (part, parameter) in self._loaded:
             raise WeightsError(f"{self.name}, part {part}: {parameter} is given twice")
         share = self._slice(tensor, part, self.layouts[parameter])
         self.method.load(self.weights, self.shape, part, parameter, share)
+        self._loaded.add((part, parameter))
         self._waiting.discard((part, parameter))
+        if all(waits_for != part for waits_for, _ in self._waiting):
+            self.method.process_part(self.weights, self.shape, part)
         if not self._waiting:
             self.method.process(self.weights, self.shape)
+
+    def expect(self, part: int, parameter: str) -> bool:
+        """Be told that a tensor will come. Returns whether the layer has it; those it can do without are then waited for."""
+        if parameter not in self.layouts:
+            return False
+        self._waiting.add((part, parameter))
+        return True
 
     def missing(self) -> list[tuple[int, str]]:
         """(part, parameter) of the tensors that have not come."""
@@ -119,6 +132,8 @@ class LinearLayer:
             if dim is None or share.stop - share.start == total or tensor.dim() <= dim:
                 continue
             length = tensor.shape[dim]
+            if length == 1:  # a scale that all share
+                continue
             if length * share.start % total or length * share.stop % total:
                 raise WeightsError(
                     f"{self.name}: {length} entries do not divide among {self.parallel.size} ranks"

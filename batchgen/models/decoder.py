@@ -62,7 +62,7 @@ class Decoder:
         self._scale = config.head_dim**-0.5
         c = config
         # Folding the last norm into the head alone makes the two different.
-        shares_table = c.tie_embeddings and method.has_rows and rotation is None
+        shares_table = c.tie_embeddings and method.of("lm_head").has_rows and rotation is None
         self.head = LMHead("lm_head", method, self.parallel, c.hidden_size, (c.vocab_size,))
         self.embedding = Embedding(
             "model.embed_tokens", c.vocab_size, c.hidden_size, self.parallel, kernels, self.dtype, device,

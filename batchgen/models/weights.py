@@ -1,13 +1,17 @@
 """load_weights: tensors of a checkpoint, streamed one by one straight into a model's layers."""
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor
 
 from batchgen.errors import WeightsError
+from batchgen.layers.linear import LinearLayer
 from batchgen.models.decoder import Decoder
 from batchgen.models.decoder_layer import WeightTarget
 from batchgen.models.rotated_weights import RotatedSource
 from batchgen.models.weight_source import HEAD, TABLE, UntiedSource, WeightSource, listed
+from batchgen.quantization.base import PartError
 
 # Buffers that old checkpoints carry and that are computed here.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -47,7 +51,7 @@ class WeightLoader:
         # The parts of a fused layer have one target.
         self._waiting: dict[int, list[str]] = {}
         for name in names:
-            target, _ = self._targets[name.rpartition(".")[0]]
+            target, _ = self._targets[self._split(name)[0]]
             self._waiting.setdefault(id(target), []).append(name)
 
     def load(self, target: WeightTarget) -> None:
@@ -57,12 +61,16 @@ class WeightLoader:
             WeightsError: a tensor is of the wrong shape or not finite; names it.
         """
         for name in self._waiting.pop(id(target), []):
-            module, _, parameter = name.rpartition(".")
+            module, parameter = self._split(name)
             tensor = self._source.read(name)
             try:
                 target.load(self._targets[module][1], parameter, tensor)
             except WeightsError as error:
-                raise WeightsError(f"{self._source.where}: {name}: {error}") from error
+                place = module if isinstance(error, PartError) else name
+                raise WeightsError(f"{self._source.where}: {place}: {error}") from error
+
+    def _split(self, name: str) -> tuple[str, str]:
+        return split_name(name, self._targets)
 
     def load_rest(self) -> None:
         """Fill all that is not full yet, the largest layers first.
@@ -77,6 +85,17 @@ class WeightLoader:
 
         for target in sorted((target for target, _ in self._targets.values()), key=size, reverse=True):
             self.load(target)
+
+
+def split_name(name: str, modules: Container[str]) -> tuple[str, str]:
+    """A tensor's module and what it is to that: model.norm and weight. What is stored beside a weight has dots in it."""
+    module, _, parameter = name.rpartition(".")
+    rest = module
+    while rest:
+        if rest in modules:
+            return rest, name[len(rest) + 1 :]
+        rest = rest.rpartition(".")[0]
+    return module, parameter
 
 
 class _FiniteSource:
@@ -104,10 +123,16 @@ class _FiniteSource:
 
 def _checked_names(model: Decoder, source: WeightSource) -> list[str]:
     """The names to load, in the file's order, once they are known to be just those that the model needs."""
+    targets = model.weight_targets()
+    found = [name for name in source.shapes if not name.endswith(_IGNORED_SUFFIXES + model.method.unused)]
+    for name in found:
+        module, parameter = split_name(name, targets)
+        target, part = targets.get(module, (None, 0))
+        if isinstance(target, LinearLayer):
+            target.expect(part, parameter)
     expected: set[str] = set()
-    for module, (target, part) in model.weight_targets().items():
+    for module, (target, part) in targets.items():
         expected |= {f"{module}.{parameter}" for index, parameter in target.missing() if index == part}
-    found = [name for name in source.shapes if not name.endswith(_IGNORED_SUFFIXES)]
     if model.config.tie_embeddings:
         if HEAD in found:
             _check_tied(source)

@@ -8,9 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from batchgen.errors import UnsupportedModelError
+from batchgen.errors import UnsupportedModelError, WeightsError
 from batchgen.kernels.ops import Activation, Kernels, PackedLinear
 from batchgen.registry import Registry
+
+
+class PartError(WeightsError):
+    """Tensors of a module do not fit together; the message names one by what it is to the module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +61,15 @@ class LinearMethod(ABC):
     """A way to store and multiply the weights of linear layers. One object serves all layers of a model.
 
     Life of a layer's weights: `create_weights` once, `load` for every tensor of the checkpoint that belongs
-    to the layer, `process` when all are there, then `apply` for every step. The layer slices a tensor to its
+    to the layer, `process_part` when a part has all of its own, `process` when all are there, then `apply` for every step. The layer slices a tensor to its
     rank's share before `load`, by `layouts`.
 
     Args:
         kernels: the operations of the model.
         dtype: of the activations.
         device: where weights live.
+        config: the checkpoint's `quantization_config`, for those that read a form of its own.
+        name: of the checkpoint, for messages.
 
     Attributes:
         at_load: whether it rounds the float weights of any checkpoint itself, rather than reading a
@@ -74,18 +80,36 @@ class LinearMethod(ABC):
         mean_inputs: name of a layer -> the mean of its inputs, float64 [K], as far as they are known.
     """
 
+    # Ends of names of tensors that a checkpoint of its form holds beside the weights, and nobody here needs.
+    unused: ClassVar[tuple[str, ...]] = ()
     at_load: ClassVar[bool] = False
     has_rows: ClassVar[bool] = False
     wants_rotation: ClassVar[bool] = False
     wants_mean_inputs: ClassVar[bool] = False
 
-    def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, kernels: Kernels, dtype: torch.dtype, device: torch.device, config: Mapping[str, Any] | None = None,
+        name: str = "",
+    ):  # fmt: skip
         self.kernels, self.dtype, self.device = kernels, dtype, device
+        self.config, self.name = dict(config or {}), name
         self.mean_inputs: dict[str, Tensor] = {}
+
+    def of(self, name: str) -> "LinearMethod":
+        """The method of the layer of that name; a checkpoint may hold some in another form than the rest.
+
+        Raises:
+            UnsupportedModelError: the parts of a fused layer are in different forms.
+        """
+        return self
 
     @abstractmethod
     def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:
         """The tensors that a checkpoint must hold for each part of the layer, and how they are laid out."""
+
+    def optional(self, shape: LinearShape) -> frozenset[str]:
+        """Those of `layouts` that a checkpoint may leave out."""
+        return frozenset()
 
     def input_bits(self, shape: LinearShape) -> int | None:
         """In which form the layer wants its input: None for floats, else the bits of a `Quantized`."""
@@ -101,6 +125,13 @@ class LinearMethod(ABC):
 
         Raises:
             WeightsError: the tensor does not fit.
+        """
+
+    def process_part(self, weights: Any, shape: LinearShape, part: int) -> None:
+        """All tensors of a part are there.
+
+        Raises:
+            PartError: they do not fit together.
         """
 
     @abstractmethod

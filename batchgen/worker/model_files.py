@@ -85,7 +85,7 @@ class ModelFiles:
         method_class = method_for(self.shape.quantization, self.location.name, quantization)
         rotates = method_class.wants_rotation and self.shape.family.has_foldable_norms
         model = Decoder(
-            self.shape, kernels, method_class(kernels, torch_dtype(dtype), device), kv_dtype=kv_dtype,
+            self.shape, kernels, method_class(kernels, torch_dtype(dtype), device, self.shape.quantization, self.location.name), kv_dtype=kv_dtype,
             device=device, max_len=max_len, block_size=block_size, rope_divisors=divisors,
             rotation=Rotation(self.shape.hidden_size, kernels) if rotates else None,
         )  # fmt: skip

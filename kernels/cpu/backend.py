@@ -8,7 +8,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from batchgen.kernels.backend import OPERATIONS, KernelBackend, OpShape, PackedLinear
+from batchgen.kernels.coded import Coded
 from batchgen.kernels.cpu import attention, elementwise, greedy, int8, kronecker, linear, sampling
+from batchgen.kernels.cpu import coded as cpu_coded
 from batchgen.kernels.cpu.calls import Calls, CpuProgram
 from batchgen.kernels.cpu.library import Library, load
 from batchgen.kernels.cpu.memory import Arena
@@ -77,13 +79,17 @@ class CpuBackend(KernelBackend):
         return linear.linear(self.calls, x, packed, out)
 
     @override
-    def linear_argmax(self, x: Tensor | Quantized, packed: PackedLinear, width: int) -> Tensor:
+    def linear_argmax(self, x: Tensor | Quantized, packed: PackedLinear, width: int) -> Tensor | None:
+        if packed.is_coded:
+            return None
         return greedy.linear_argmax(self.calls, x, packed, width)
 
     @override
     def linear_draw(
         self, x: Tensor | Quantized, packed: PackedLinear, width: int, temperature: Tensor, uniform: Tensor
-    ) -> Tensor:
+    ) -> Tensor | None:
+        if packed.is_coded:
+            return None
         return greedy.linear_draw(self.calls, x, packed, width, temperature, uniform)
 
     @override
@@ -93,6 +99,15 @@ class CpuBackend(KernelBackend):
     @override
     def linear_int8(self, x: Quantized, packed: PackedLinear, out: Tensor) -> Tensor:
         return int8.linear(self.calls, x, packed, out)
+
+    @override
+    def pack_coded(self, coded: Coded, bias: Tensor | None) -> PackedLinear:
+        return cpu_coded.CpuCodedLinear(self.calls, self._weights, coded, bias)
+
+    @override
+    def linear_coded(self, x: Tensor, packed: PackedLinear, out: Tensor) -> Tensor:
+        assert isinstance(packed, cpu_coded.CpuCodedLinear)
+        return cpu_coded.linear(self.calls, x, packed, out)
 
     @override
     def quantize(self, x: Tensor, out: Quantized) -> Quantized:

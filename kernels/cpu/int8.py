@@ -50,7 +50,7 @@ def linear(calls: Calls, x: Quantized, packed: PackedLinear, out: Tensor) -> Ten
         raise KernelError("linear: quantized activations need a weight from pack_int8 of the same kernels")
     rows, planes, _ = x.values.shape
     calls(
-        _LINEAR, x.values, x.values.stride(0), planes, x.scale, packed.panels, out, packed.out_features, rows,
+        _LINEAR, x.values, x.values.stride(0), planes, x.scale, packed.panels, out, out.stride(0), rows,
         packed.out_features, packed.depth,
     )  # fmt: skip
     return out

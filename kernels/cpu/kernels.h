@@ -27,6 +27,7 @@
     X(rotary) \
     X(silu_mul) \
     X(linear_int8) \
+    X(linear_coded) \
     X(quantize) \
     X(rounding_loss) \
     X(kronecker) \

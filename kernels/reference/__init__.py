@@ -7,9 +7,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from batchgen.kernels.backend import BACKENDS, OPERATIONS, KernelBackend, PackedLinear
+from batchgen.kernels.coded import Coded
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.reference import attention, elementwise, int8, kronecker, kv_cache, sampling
+from batchgen.kernels.reference.coded import ReferenceCodedLinear
+from batchgen.kernels.reference.coded import linear as linear_coded
 from batchgen.kernels.reference.linear import ReferenceLinear, gather_rows, linear
 from batchgen.kernels.sampling import Draws, Penalties, Scores
 
@@ -40,6 +43,15 @@ class ReferenceBackend(KernelBackend):
     @override
     def linear_int8(self, x: Quantized, packed: PackedLinear, out: Tensor) -> Tensor:
         return out.copy_(int8.linear(x, packed))
+
+    @override
+    def pack_coded(self, coded: Coded, bias: Tensor | None) -> PackedLinear:
+        return ReferenceCodedLinear(coded, bias)
+
+    @override
+    def linear_coded(self, x: Tensor, packed: PackedLinear, out: Tensor) -> Tensor:
+        assert isinstance(packed, ReferenceCodedLinear)
+        return out.copy_(linear_coded(x, packed))
 
     @override
     def quantize(self, x: Tensor, out: Quantized) -> Quantized:

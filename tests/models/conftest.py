@@ -49,7 +49,9 @@ def build_decoder(
     model = Decoder(
         config,
         kernels,
-        method_for(config.quantization, str(path), quantization)(kernels, torch_dtype("float32"), device),
+        method_for(config.quantization, str(path), quantization)(
+            kernels, torch_dtype("float32"), device, config.quantization, str(path)
+        ),
         kv_dtype=kv_dtype,
         device=device,
         max_len=config.max_len,

@@ -1,0 +1,45 @@
+"""Numbers of a few bits, unpacked from the integers of 32 bits that checkpoints hold them in."""
+
+import torch
+from torch import Tensor
+
+
+def unpack_stream(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Numbers that lie one after the other in the words along a dimension, the lowest bits first.
+
+    Numbers may reach from one word into the next (3 bits). Shapes: words int32, [..., W, ...] -> uint8
+    [..., 32 * W / bits, ...].
+    """
+    moved = words.movedim(dim, -1).contiguous()
+    if 32 % bits == 0:
+        # Bytes in memory are the words' own, lowest first.
+        stored = moved.view(torch.uint8)
+        numbers = [stored >> shift & (2**bits - 1) for shift in range(0, 8, bits)]
+        unpacked = torch.stack(numbers, dim=-1).flatten(-2)
+    else:
+        unpacked = _straddling(moved, bits)
+    return unpacked.movedim(-1, dim)
+
+
+def unpack_words(words: Tensor, bits: int, dim: int, count: int) -> Tensor:
+    """Numbers of which each word holds as many as fit whole, the lowest bits first; `count` along the dimension."""
+    per_word = 32 // bits
+    if 32 % bits == 0:
+        return unpack_stream(words, bits, dim).narrow(dim, 0, count)
+    moved = words.movedim(dim, -1)
+    shifts = torch.arange(per_word, dtype=torch.int32) * bits
+    unpacked = (moved.unsqueeze(-1) >> shifts & (2**bits - 1)).to(torch.uint8).flatten(-2)
+    return unpacked[..., :count].movedim(-1, dim)
+
+
+def _straddling(words: Tensor, bits: int) -> Tensor:
+    """32 numbers in each `bits` words."""
+    groups = words.view(*words.shape[:-1], -1, bits).to(torch.int64) & 0xFFFFFFFF
+    numbers = []
+    for number in range(32):
+        word, shift = divmod(number * bits, 32)
+        value = groups[..., word] >> shift
+        if shift + bits > 32:
+            value = value | groups[..., word + 1] << (32 - shift)
+        numbers.append((value & (2**bits - 1)).to(torch.uint8))
+    return torch.stack(numbers, dim=-1).flatten(-2)

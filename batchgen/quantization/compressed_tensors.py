@@ -1,0 +1,186 @@
+"""Checkpoints of compressed-tensors (llm-compressor): integers packed or plain, and floats of 8 bits.
+
+Layout: pack-quantized: weight_packed int32 [N, K / (32 / bits)], codes along K with half their range added, weight_scale
+[N, G], weight_zero_point int32 [N / (32 / bits), G] packed along N, weight_g_idx [K]; int-quantized: weight int8 [N, K];
+float-quantized: weight float8 [N, K]; naive-quantized: either. Scales are one for all, for each output, for each
+group of inputs or for each block.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from batchgen.errors import UnsupportedModelError, WeightsError
+from batchgen.kernels.coded import Coded
+from batchgen.quantization.base import METHODS, ParameterLayout
+from batchgen.quantization.bit_packing import unpack_words
+from batchgen.quantization.float8 import Float8Scheme, scale_per_output
+from batchgen.quantization.stored import Rounded, Scheme, Stored, checked_group_size, is_listed, want_shape
+
+_WEIGHT = ParameterLayout(output_dim=0, input_dim=1)
+_BY_INPUT = ParameterLayout(output_dim=None, input_dim=0)
+_ALONE = ParameterLayout(output_dim=None, input_dim=None)
+# Formats whose weights are read, by the name of a group's format.
+_PACKED, _INTEGERS, _FLOATS = "pack-quantized", ("int-quantized", "naive-quantized"), (
+    "float-quantized", "naive-quantized",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerScheme:
+    """Integers, packed or one to a byte.
+
+    Args:
+        bits: of a code.
+        group_size: inputs of a group; -1: all of them.
+        is_packed: in words of 32 bits.
+        is_symmetric: without zero points.
+        input_bits: of activations that are rounded too; None: they stay floats.
+    """
+
+    bits: int
+    group_size: int
+    is_packed: bool
+    is_symmetric: bool
+    input_bits: int | None = None
+
+    def __str__(self) -> str:
+        inputs = "" if self.input_bits is None else f" by {self.input_bits}-bit activations"
+        return f"integers of {self.bits} bits in groups of {self.group_size}{inputs}"
+
+    @property
+    def layouts(self) -> Mapping[str, ParameterLayout]:
+        """See `Scheme`."""
+        names = {"weight_scale": _WEIGHT, "weight_zero_point": _WEIGHT}
+        if self.is_packed:
+            return {**names, "weight_packed": _WEIGHT, "weight_shape": _ALONE, "weight_g_idx": _BY_INPUT}
+        return {**names, "weight": _WEIGHT, "weight_g_idx": _BY_INPUT}
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """See `Scheme`."""
+        left_out = {"weight_g_idx", "weight_shape"}
+        return frozenset(left_out | {"weight_zero_point"} if self.is_symmetric else left_out)
+
+    def decode(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Coded | Rounded:
+        """See `Scheme`."""
+        group_size = checked_group_size(self.group_size, inputs)
+        half = 2 ** (self.bits - 1)
+        if self.is_packed:
+            words = want_shape(tensors, "weight_packed", outputs, -(-inputs // (32 // self.bits)))
+            codes = unpack_words(words, self.bits, dim=1, count=inputs).contiguous()
+        else:
+            values = want_shape(tensors, "weight", outputs, inputs)
+            if values.dtype is not torch.int8:
+                raise WeightsError(f"weight is stored as {values.dtype}, the config says integers")
+            if self.input_bits is not None:
+                scale = scale_per_output(tensors["weight_scale"], "weight_scale", outputs)
+                return Rounded(values, scale.flatten())
+            codes = (values.to(torch.int16) + half).to(torch.uint8)
+        scale = tensors["weight_scale"]
+        num_groups = inputs // group_size
+        scale = (
+            scale_per_output(scale, "weight_scale", outputs)
+            if num_groups == 1
+            else want_shape(tensors, "weight_scale", outputs, num_groups).contiguous()
+        )
+        zero = torch.full_like(scale, half, dtype=torch.uint8)
+        if not self.is_symmetric:
+            zero = self._zeros(tensors["weight_zero_point"], outputs, num_groups, half)
+        groups = tensors.get("weight_g_idx")
+        if groups is not None:
+            groups = want_shape(tensors, "weight_g_idx", inputs).to(torch.int32)
+            plain = torch.arange(inputs, dtype=torch.int32) // group_size
+            # -1 everywhere: the order was kept.
+            groups = None if bool((groups < 0).all()) or torch.equal(groups, plain) else groups
+        return Coded(
+            codes=codes, bits=self.bits, scale=scale, zero=zero, group_size=group_size, groups=groups
+        )
+
+    def _zeros(self, stored: Tensor, outputs: int, num_groups: int, half: int) -> Tensor:
+        if stored.dtype is torch.int32 and self.is_packed:
+            stored = want_shape(
+                {"weight_zero_point": stored},
+                "weight_zero_point",
+                -(-outputs // (32 // self.bits)),
+                num_groups,
+            )
+            return unpack_words(stored, self.bits, dim=0, count=outputs).contiguous()
+        if stored.numel() == 1:
+            stored = stored.reshape(1, 1).expand(outputs, num_groups)
+        stored = want_shape(
+            {"weight_zero_point": stored.reshape(outputs, -1)}, "weight_zero_point", outputs, num_groups
+        )
+        return (stored.to(torch.int16) + half).to(torch.uint8).contiguous()
+
+
+@METHODS.register("compressed-tensors")
+class CompressedTensors(Stored):
+    """Weights of a compressed-tensors checkpoint."""
+
+    unused: ClassVar[tuple[str, ...]] = (
+        ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point",
+        ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point",
+    )  # fmt: skip
+
+    @override
+    def read_config(self) -> None:
+        config = self.config
+        if (config.get("sparsity_config") or {}).get("format") not in (None, "dense"):
+            raise self._not_built("sparsity_config", config["sparsity_config"].get("format"), "dense")
+        if (config.get("transform_config") or {}).get("config_groups"):
+            raise self._not_built("transform_config", "transforms", "none")
+        self._floats_in = tuple(config.get("ignore") or ())
+        self._groups = list(self._read_groups(config))
+
+    @override
+    def scheme(self, module: str) -> Scheme | None:
+        if is_listed(module, self._floats_in):
+            return None
+        for targets, scheme in self._groups:
+            if "Linear" in targets or is_listed(module, targets):
+                return scheme
+        return None
+
+    def _read_groups(self, config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Scheme]]:
+        groups = config.get("config_groups")
+        if not groups:
+            raise self._not_built("config_groups", groups, "one or more")
+        for name, group in groups.items():
+            where = f"config_groups.{name}"
+            form = group.get("format") or config.get("format")
+            yield tuple(group.get("targets") or ("Linear",)), self._read_group(group, form, where)
+
+    def _read_group(self, group: Mapping[str, Any], form: str, where: str) -> Scheme:
+        weights = group.get("weights") or {}
+        kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("strategy")
+        if kind == "float":
+            if bits != 8 or form not in _FLOATS:
+                raise self._not_built(
+                    f"{where}.format", f"{form}, floats of {bits} bits", "float-quantized, 8 bits"
+                )
+            block = weights.get("block_structure")
+            return Float8Scheme("weight_scale", (block[0], block[1]) if strategy == "block" else None)
+        if form != _PACKED and form not in _INTEGERS:
+            raise self._not_built(f"{where}.format", form, "pack-quantized, int-quantized, float-quantized")
+        if not 2 <= bits <= 8:
+            raise self._not_built(f"{where}.weights.num_bits", bits, "2 to 8")
+        if strategy not in ("tensor", "channel", "group", None):
+            raise self._not_built(
+                f"{where}.weights.strategy", strategy, "tensor, channel, group, block for floats"
+            )
+        inputs, symmetric = group.get("input_activations"), bool(weights.get("symmetric", True))
+        rounds = inputs is not None and inputs.get("num_bits") == 8 and inputs.get("type", "int") == "int"
+        size = weights.get("group_size") if strategy == "group" else -1
+        # Products of integers want one scale for an output, and no zero points.
+        by_integers = rounds and bits == 8 and symmetric and size == -1 and form != _PACKED
+        return IntegerScheme(bits, size or -1, form == _PACKED, symmetric, 8 if by_integers else None)
+
+    def _not_built(self, key: str, value: Any, built: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self.name}: quantization_config: {key}: {value!r} is not built (built: {built})"
+        )

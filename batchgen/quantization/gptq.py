@@ -1,0 +1,129 @@
+"""GPTQ checkpoints: 2, 3, 4 or 8 bits along the inputs, a scale and a zero point for each group of them.
+
+Layout (AutoGPTQ, gptqmodel, auto-round): qweight int32 [K * bits / 32, N], a stream of codes along K; qzeros int32
+[G, N * bits / 32], one along N, which in format version 1 are one less than the zero points; scales float16 [G, N];
+g_idx int32 [K], the group of each input, which act-order scatters.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from batchgen.errors import UnsupportedModelError, WeightsError
+from batchgen.kernels.coded import Coded
+from batchgen.quantization.base import METHODS, ParameterLayout
+from batchgen.quantization.bit_packing import unpack_stream
+from batchgen.quantization.stored import Scheme, Stored, checked_group_size, want_shape
+
+BITS = (2, 3, 4, 8)
+_IN_FIRST = ParameterLayout(output_dim=1, input_dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQScheme:
+    """Bits of a code, inputs of a group, and what must be added to a stored zero point."""
+
+    bits: int
+    group_size: int
+    zero_offset: int
+
+    layouts = {
+        "qweight": _IN_FIRST,
+        "qzeros": _IN_FIRST,
+        "scales": _IN_FIRST,
+        "g_idx": ParameterLayout(output_dim=None, input_dim=0),
+    }
+    optional = frozenset({"g_idx"})
+    input_bits = None
+
+    def __str__(self) -> str:
+        return f"GPTQ of {self.bits} bits in groups of {self.group_size}"
+
+    def decode(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Coded:
+        """See `Scheme`."""
+        group_size = checked_group_size(self.group_size, inputs)
+        num_groups = inputs // group_size
+        words = want_shape(tensors, "qweight", inputs * self.bits // 32, outputs)
+        stored_zeros = want_shape(tensors, "qzeros", num_groups, outputs * self.bits // 32)
+        scale = want_shape(tensors, "scales", num_groups, outputs).T.contiguous()
+        zero = unpack_stream(stored_zeros, self.bits, dim=1).T.to(torch.int32) + self.zero_offset
+        groups = tensors.get("g_idx")
+        if groups is not None:
+            groups = self._order(want_shape(tensors, "g_idx", inputs), group_size, num_groups)
+        codes = unpack_stream(words, self.bits, dim=0).T.contiguous()
+        if int(zero.max()) > 255:  # a byte holds all but 255 + 1
+            wide = scale.to(torch.float32)
+            return Coded(
+                codes=codes,
+                bits=self.bits,
+                scale=wide,
+                least=-wide * zero,
+                group_size=group_size,
+                groups=groups,
+            )
+        return Coded(
+            codes=codes, bits=self.bits, scale=scale, zero=zero.to(torch.uint8), group_size=group_size,
+            groups=groups,
+        )  # fmt: skip
+
+    @staticmethod
+    def _order(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
+        """The groups of the inputs, or None if they lie one after the other."""
+        plain = torch.arange(len(groups), dtype=torch.int32) // group_size
+        if torch.equal(groups.to(torch.int32), plain):
+            return None
+        if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+            raise WeightsError(f"g_idx names group {int(groups.max())} of {num_groups}")
+        return groups.to(torch.int32)
+
+
+@METHODS.register("gptq")
+class GPTQ(Stored):
+    """Weights of a GPTQ checkpoint."""
+
+    @override
+    def read_config(self) -> None:
+        form = self.config.get("checkpoint_format") or self.config.get("format") or "gptq"
+        if form not in ("gptq", "gptq_v2"):
+            raise UnsupportedModelError(
+                f"{self.name}: quantization_config: checkpoint_format {form!r} is not built (built: gptq, gptq_v2)"
+            )
+        self._zero_offset = 1 if form == "gptq" else 0
+        self._whole = self._scheme_of(self.config, "quantization_config")
+        # gptqmodel: a pattern of module names -> other values, or with "-:" in front: left in floats.
+        self._dynamic: dict[str, Scheme | None] = {}
+        for pattern, values in (self.config.get("dynamic") or {}).items():
+            changed = {**self.config, **values}
+            self._dynamic[pattern.removeprefix("+:").removeprefix("-:")] = (
+                None
+                if pattern.startswith("-:")
+                else self._scheme_of(changed, f"quantization_config.dynamic.{pattern}")
+            )
+
+    @override
+    def scheme(self, module: str) -> Scheme | None:
+        if module == "lm_head" and not self.config.get("lm_head"):
+            return None
+        for pattern, scheme in self._dynamic.items():
+            if re.match(pattern, module):
+                return scheme
+        return self._whole
+
+    def _scheme_of(self, config: Mapping[str, Any], where: str) -> GPTQScheme:
+        bits = config.get("bits")
+        if bits not in BITS:
+            listed = ", ".join(map(str, BITS))
+            raise UnsupportedModelError(
+                f"{self.name}: {where}: bits {bits!r} are not built (built: {listed})"
+            )
+        group_size = config.get("group_size", 128)
+        if type(group_size) is not int or group_size < -1:
+            raise UnsupportedModelError(
+                f"{self.name}: {where}: group_size {group_size!r} is not a number of inputs"
+            )
+        return GPTQScheme(bits, group_size, self._zero_offset)

@@ -1,0 +1,93 @@
+"""Checkpoints of torchao, as transformers saves them: integers with a scale and a zero point for each group of inputs.
+
+Layout: _weight_qdata int8 [N, K], one number to a byte whatever its bits, _weight_scale [N, G], _weight_zero_point [N, G] or
+none; floats of 8 bits the same without zero points. What is said of activations is not used: they stay floats here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from batchgen.errors import UnsupportedModelError, WeightsError
+from batchgen.kernels.coded import Coded
+from batchgen.quantization.base import METHODS, ParameterLayout
+from batchgen.quantization.float8 import float8_codes
+from batchgen.quantization.stored import Scheme, Stored, is_listed, want_shape
+
+_WEIGHT = ParameterLayout(output_dim=0, input_dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class NumberScheme:
+    """Integers or floats, whichever the bytes are; how large a group is follows from the number of scales."""
+
+    layouts = {"_weight_qdata": _WEIGHT, "_weight_scale": _WEIGHT, "_weight_zero_point": _WEIGHT}
+    optional = frozenset({"_weight_zero_point"})
+    input_bits = None
+
+    def __str__(self) -> str:
+        return "torchao"
+
+    def decode(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Coded:
+        """See `Scheme`."""
+        values = want_shape(tensors, "_weight_qdata", outputs, inputs)
+        scale = tensors["_weight_scale"]
+        if scale.dim() != 2 or scale.shape[0] not in (1, outputs) or inputs % scale.shape[1]:
+            raise WeightsError(
+                f"_weight_scale has shape {list(scale.shape)} for a weight of {[outputs, inputs]}"
+            )
+        num_groups = scale.shape[1]
+        scale = scale.expand(outputs, num_groups).contiguous()
+        if values.dtype is not torch.int8:
+            codes, table = float8_codes(values)
+            return Coded(
+                codes=codes,
+                bits=8,
+                scale=scale.to(torch.float32),
+                table=table,
+                group_size=inputs // num_groups,
+            )
+        zero = tensors.get("_weight_zero_point")
+        zero = torch.zeros_like(scale) if zero is None else zero.expand(outputs, num_groups)
+        # Integers of fewer bits lie between these; then they take no more than that here.
+        low, high = int(values.min()), int(values.max())
+        bits = max(2, (max(-low, high + 1) - 1).bit_length() + 1)
+        half = 2 ** (bits - 1)
+        zero = (zero.to(torch.int32) + half).contiguous()
+        if int(zero.min()) < 0 or int(zero.max()) > 255:
+            raise WeightsError(
+                f"_weight_zero_point goes from {int(zero.min()) - half} to {int(zero.max()) - half}"
+            )
+        codes = (values.to(torch.int16) + half).to(torch.uint8)
+        return Coded(
+            codes=codes, bits=bits, scale=scale, zero=zero.to(torch.uint8), group_size=inputs // num_groups
+        )
+
+
+@METHODS.register("torchao")
+class TorchAO(Stored):
+    """Weights of a torchao checkpoint."""
+
+    built: ClassVar[tuple[str, ...]] = (
+        "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig",
+        "Int8DynamicActivationIntxWeightConfig", "Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig",
+    )  # fmt: skip
+
+    @override
+    def read_config(self) -> None:
+        kinds = self.config.get("quant_type")
+        default: Any = kinds.get("default") if isinstance(kinds, Mapping) else kinds
+        kind = default.get("_type") if isinstance(default, Mapping) else default
+        if kind not in self.built:
+            raise UnsupportedModelError(
+                f"{self.name}: quantization_config: quant_type {kind!r} is not built (built: {', '.join(self.built)})"
+            )
+        self._floats_in = ("lm_head", *(self.config.get("modules_to_not_convert") or ()))
+
+    @override
+    def scheme(self, module: str) -> Scheme | None:
+        return None if is_listed(module, self._floats_in) else NumberScheme()

@@ -1,0 +1,73 @@
+"""Linear layers on weights of a few bits: calls into linear_coded.c."""
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from batchgen.kernels.backend import PackedLinear
+from batchgen.kernels.coded import Coded, float8_values
+from batchgen.kernels.cpu.calls import Calls, Operation
+from batchgen.kernels.cpu.memory import Arena
+
+_LINEAR = Operation("linear_coded", "pnpppppppnsnnnnnnnn", door="linear")
+
+# As in linear_coded.c and kv_cache.h.
+_CODE, _TABLE, _E4M3 = range(3)
+_NONE, _ZERO, _LEAST = range(3)
+_SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class CpuCodedLinear(PackedLinear):
+    """Codes and scales in panels of columns."""
+
+    is_coded = True
+
+    def __init__(self, calls: Calls, arena: Arena, coded: Coded, bias: Tensor | None):
+        library = calls.library
+        self.out_features, self.in_features = coded.shape
+        self.bits, self.group_size, self.num_groups = coded.bits, coded.group_size, coded.scale.shape[1]
+        self.scale_type = _SCALE_TYPES[coded.scale.dtype]
+        panels = -(-self.out_features // library.panel)
+        num_bytes = panels * self.in_features * library.panel * coded.bits // 8
+        self.codes = arena.take(-(-num_bytes // 4)).view(torch.uint8)[:num_bytes]
+        codes = coded.codes.contiguous()
+        library.coded_pack(
+            codes.data_ptr(), self.codes.data_ptr(), *codes.shape, coded.bits, torch.get_num_threads()
+        )
+        self.scales = _in_panels(coded.scale, library.panel)
+        beside = coded.zero if coded.least is None else coded.least
+        self.offset = _NONE if beside is None else _ZERO if coded.least is None else _LEAST
+        self.offsets = None if beside is None else _in_panels(beside, library.panel)
+        self.table = None if coded.table is None else coded.table.to(torch.float32).contiguous()
+        self.value = _CODE if self.table is None else _TABLE
+        if self.table is not None and beside is None and coded.bits == 8:
+            # Computing these takes a fraction of the time of looking them up.
+            is_e4m3 = torch.equal(self.table, float8_values(torch.float8_e4m3fn).nan_to_num(480.0))
+            self.value = _E4M3 if is_e4m3 else _TABLE
+        self.groups = None if coded.groups is None else coded.groups.to(torch.int32).contiguous()
+        self.bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+
+    @override
+    def tensors(self) -> list[Tensor]:
+        kept = (self.codes, self.scales, self.offsets, self.table, self.groups, self.bias)
+        return [tensor for tensor in kept if tensor is not None]
+
+
+def linear(calls: Calls, x: Tensor, packed: CpuCodedLinear, out: Tensor) -> Tensor:
+    """See `Kernels.linear`."""
+    rows, depth = x.shape
+    calls(
+        _LINEAR, x, x.stride(0), packed.codes, packed.scales, packed.offsets, packed.table, packed.groups,
+        packed.bias, out, out.stride(0), rows, packed.out_features, depth, packed.bits, packed.value,
+        packed.offset, packed.scale_type, packed.group_size, packed.num_groups,
+    )  # fmt: skip
+    return out
+
+
+def _in_panels(per_group: Tensor, panel: int) -> Tensor:
+    """[N, G] -> [panels, G, panel], zeros past N."""
+    outputs, groups = per_group.shape
+    panels = -(-outputs // panel)
+    laid = per_group.new_zeros(panels * panel, groups)
+    laid[:outputs] = per_group
+    return laid.view(panels, panel, groups).transpose(1, 2).contiguous()
