@@ -85,7 +85,7 @@ class LinearLayer:
             self.method.process(self.weights, self.shape)
 
     def expect(self, part: int, parameter: str) -> bool:
-        """Be told that a tensor will come. Returns whether the layer has it; those it can do without are then waited for."""
+        """Be told that a tensor will come, so that it is waited for. Returns whether the layer has it."""
         if parameter not in self.layouts:
             return False
         self._waiting.add((part, parameter))

@@ -88,7 +88,7 @@ class WeightLoader:
 
 
 def split_name(name: str, modules: Container[str]) -> tuple[str, str]:
-    """A tensor's module and what it is to that: model.norm and weight. What is stored beside a weight has dots in it."""
+    """A tensor's module and what it is to that: model.norm and weight, or weight.absmax."""
     module, _, parameter = name.rpartition(".")
     rest = module
     while rest:

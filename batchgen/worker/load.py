@@ -27,7 +27,12 @@ from batchgen.worker.memory import plan_blocks, plan_host_blocks
 from batchgen.worker.model_files import ModelFiles
 from batchgen.worker.model_memory import ModelMemory
 from batchgen.worker.model_runner import ModelRunner
-from batchgen.worker.precision import decide_kv_dtype, decide_quantization, warn_of_slow_products
+from batchgen.worker.precision import (
+    decide_kv_dtype,
+    decide_quantization,
+    stored_quantization,
+    warn_of_slow_products,
+)
 from batchgen.worker.sampler_setup import make_sampler
 from batchgen.worker.thinking import find_marks
 
@@ -91,7 +96,9 @@ def load_executor(config: EngineConfig) -> Executor:
         no_thinking=marks if isinstance(marks, str) else None,
         decisions=tuple(str(decision) for decision in decisions.made),
         resolved=resolved.to_engine_args(),
-        environment=environment(device, dtype, quantization, kv_dtype, _backends(kernels)),
+        environment=environment(
+            device, dtype, quantization or stored_quantization(shape), kv_dtype, _backends(kernels)
+        ),
         reproducible=reproducible,
         continues=True,
     )

@@ -84,8 +84,11 @@ class ModelFiles:
             source = SafetensorsSource(self.location.path)
         method_class = method_for(self.shape.quantization, self.location.name, quantization)
         rotates = method_class.wants_rotation and self.shape.family.has_foldable_norms
+        method = method_class(
+            kernels, torch_dtype(dtype), device, self.shape.quantization, self.location.name
+        )
         model = Decoder(
-            self.shape, kernels, method_class(kernels, torch_dtype(dtype), device, self.shape.quantization, self.location.name), kv_dtype=kv_dtype,
+            self.shape, kernels, method, kv_dtype=kv_dtype,
             device=device, max_len=max_len, block_size=block_size, rope_divisors=divisors,
             rotation=Rotation(self.shape.hidden_size, kernels) if rotates else None,
         )  # fmt: skip

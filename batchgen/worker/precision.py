@@ -32,6 +32,8 @@ def decide_quantization(
     """
     asked = config.model.quantization
     if asked is None:
+        if stored := stored_quantization(shape):
+            decisions.made.append(Decision("quantization", stored, "as the checkpoint is stored"))
         return None
     obstacle = None
     if not is_host(device) or dtype != "float32":
@@ -55,6 +57,11 @@ def decide_quantization(
             reason,
         )  # fmt: skip
     return chosen
+
+
+def stored_quantization(shape: ModelConfig) -> str | None:
+    """How the checkpoint says that it is quantized; None: it is not, or does not say."""
+    return None if shape.quantization is None else shape.quantization.get("quant_method")
 
 
 def decide_kv_dtype(given: str, dtype: str, quantization: str | None, decisions: Decisions) -> str:

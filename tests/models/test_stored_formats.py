@@ -164,7 +164,7 @@ def test_a_group_that_is_not_there_is_named(pair: Any, decoder: Any) -> None:
         tensors["model.layers.0.mlp.down_proj.g_idx"][7] = 99
 
     change_tensors(stored, change)
-    with pytest.raises(ModelError, match="down_proj.*g_idx names group 99 of 5"):
+    with pytest.raises(ModelError, match=r"down_proj.*g_idx names group 99 of 5"):
         decoder(stored)
 
 

@@ -1,0 +1,49 @@
+"""A checkpoint of few bits through the worker: what is decided and said, the same tokens in any batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.errors import UnsupportedModelError
+from batchgen.tiny_checkpoints import gptq, plain_integers, write_pair
+from batchgen.tiny_models import random_ids
+
+PROMPTS = [random_ids(count, seed=count, vocab_size=256) for count in (5, 17, 40)]
+
+
+def test_what_the_checkpoint_says_is_told(tmp_path: Path, load: Any) -> None:
+    stored, _ = write_pair(tmp_path, *gptq(4, 32))
+    info = load(stored).info
+    assert "quantization=gptq (as the checkpoint is stored)" in info.decisions
+    assert info.environment["quantization"] == "gptq"
+    assert info.resolved["quantization"] is None
+    assert info.reproducible
+
+
+@pytest.mark.parametrize("form", [gptq(4, 32, act_order=True), plain_integers(rounds_inputs=True)])
+def test_tokens_are_those_of_a_row_alone_before_and_after_sleep(
+    form: Any, tmp_path: Path, load: Any, generate: Any
+) -> None:
+    runner = load(write_pair(tmp_path, *form)[0])
+    together = generate(runner, PROMPTS, 10)
+    for prompt, tokens in zip(PROMPTS, together, strict=True):
+        assert generate(runner, [prompt], 10, first_block=30)[0] == tokens
+    for level in (1, 2):
+        runner.sleep(level)
+        runner.wake_up()
+        assert generate(runner, PROMPTS, 10) == together
+
+
+def test_tokens_are_those_of_the_float_model(tmp_path: Path, load: Any, generate: Any) -> None:
+    runners = [load(folder) for folder in write_pair(tmp_path, *gptq(3, 32))]
+    assert generate(runners[0], PROMPTS, 12) == generate(runners[1], PROMPTS, 12)
+
+
+def test_rounding_what_is_rounded_already_is_refused(tmp_path: Path, load: Any) -> None:
+    stored, _ = write_pair(tmp_path, *gptq(4, 32))
+    with pytest.raises(UnsupportedModelError, match=r"int8 rounds float weights.*'gptq'"):
+        load(stored, quantization="int8")
+    assert "quantized already" in next(
+        text for text in load(stored, quantization="auto").info.decisions if text.startswith("quantization=")
+    )
