@@ -9,11 +9,12 @@ from batchgen.kernels.coded import Coded, float8_values
 from batchgen.kernels.cpu.calls import Calls, Operation
 from batchgen.kernels.cpu.memory import Arena
 
-_LINEAR = Operation("linear_coded", "pnpppppppnsnnnnnnnn", door="linear")
+_LINEAR = Operation("linear_coded", "pnppnspppppnnnnnnnn", door="linear")
 
-# As in linear_coded.c and kv_cache.h.
+# As in coded.h and kv_cache.h.
 _CODE, _TABLE, _E4M3 = range(3)
 _NONE, _ZERO, _LEAST = range(3)
+_TABLE_ENTRIES = 32
 _SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -38,12 +39,8 @@ class CpuCodedLinear(PackedLinear):
         beside = coded.zero if coded.least is None else coded.least
         self.offset = _NONE if beside is None else _ZERO if coded.least is None else _LEAST
         self.offsets = None if beside is None else _in_panels(beside, library.panel)
-        self.table = None if coded.table is None else coded.table.to(torch.float32).contiguous()
-        self.value = _CODE if self.table is None else _TABLE
-        if self.table is not None and beside is None and coded.bits == 8:
-            # Computing these takes a fraction of the time of looking them up.
-            is_e4m3 = torch.equal(self.table, float8_values(torch.float8_e4m3fn).nan_to_num(480.0))
-            self.value = _E4M3 if is_e4m3 else _TABLE
+        self.table = None if coded.table is None else _padded(coded.table)
+        self.value = _CODE if self.table is None else _E4M3 if _is_e4m3(coded) else _TABLE
         self.groups = None if coded.groups is None else coded.groups.to(torch.int32).contiguous()
         self.bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
 
@@ -57,11 +54,29 @@ def linear(calls: Calls, x: Tensor, packed: CpuCodedLinear, out: Tensor) -> Tens
     """See `Kernels.linear`."""
     rows, depth = x.shape
     calls(
-        _LINEAR, x, x.stride(0), packed.codes, packed.scales, packed.offsets, packed.table, packed.groups,
-        packed.bias, out, out.stride(0), rows, packed.out_features, depth, packed.bits, packed.value,
+        _LINEAR, x, x.stride(0), packed.bias, out, out.stride(0), rows, packed.codes, packed.scales,
+        packed.offsets, packed.table, packed.groups, packed.out_features, depth, packed.bits, packed.value,
         packed.offset, packed.scale_type, packed.group_size, packed.num_groups,
     )  # fmt: skip
     return out
+
+
+def _padded(table: Tensor) -> Tensor:
+    """At least as many entries as registers are filled with."""
+    padded = torch.zeros(max(_TABLE_ENTRIES, table.shape[0]))
+    padded[: table.shape[0]] = table
+    return padded
+
+
+def _is_e4m3(coded: Coded) -> bool:
+    """Whether the table holds those floats: computing them takes a fraction of the time of looking them up."""
+    if coded.table is None or coded.bits != 8 or coded.zero is not None or coded.least is not None:
+        return False
+    # The kernel multiplies scales by 256 first.
+    is_in_range = not bool((coded.scale.to(torch.float32).abs() > 2.0**119).any())
+    return is_in_range and torch.equal(
+        coded.table.to(torch.float32), float8_values(torch.float8_e4m3fn).nan_to_num(480.0)
+    )
 
 
 def _in_panels(per_group: Tensor, panel: int) -> Tensor:

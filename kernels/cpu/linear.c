@@ -11,26 +11,14 @@
 #include "linear_float.h"
 
 #define PANEL LINEAR_PANEL
-#if VW == 16
-#define ROWS 12
-#elif VW == 8
-#define ROWS 6
-#else
-#define ROWS 4
-#endif
-
-/* Longest piece of K. ROWS rows of it stay in the L1 cache; error grows with the square root of a piece's length. */
-#define PIECE 384
-/* Floats of packed weight that are kept in the L2 cache while all rows pass over them. */
-#define RESIDENT (80 * 1024)
+#define ROWS LINEAR_ROWS
+#define PIECE LINEAR_PIECE
 /* Rows of a chunk: at most so many, so that its x stays in the L2 cache with the panels; and so many at least, or weights that
  * several threads read cost more than rows that stay with one. */
 #define MOST_ROWS 192
 #define LEAST_ROWS 32
 
 static int64_t panels_of(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
-
-static int64_t pieces_of(int64_t depth) { return (depth + PIECE - 1) / PIECE; }
 
 int64_t bg_panel(void) { return PANEL; }
 
@@ -112,40 +100,48 @@ static void tile_of(int m, const float *x, const float *panel, int64_t depth, fl
 #undef CASE
 }
 
+void linear_float_piece(const LinearFloat *p, int64_t row, int64_t row_end, const LinearPiece *piece, float *out,
+                        int64_t out_stride) {
+    float x[ROWS * PIECE] __attribute__((aligned(64)));
+    int64_t tiles = (row_end - row + ROWS - 1) / ROWS, depth = piece->depth;
+    int is_last = piece->start + depth == p->depth;
+    for (int64_t t = 0; t < tiles; t++) {
+        /* Tiles of even height: 13 rows are 7 + 6, not 12 + 1. */
+        int64_t from = row + (row_end - row) * t / tiles, to = row + (row_end - row) * (t + 1) / tiles;
+        int m = (int)(to - from);
+        for (int i = 0; i < m; i++)
+            memcpy(x + i * PIECE, p->x + (from + i) * p->x_stride + piece->start, (size_t)depth * 4);
+        const float *panel = piece->weight;
+        const char *ahead = piece->next + depth * t / tiles * piece->next_bytes;
+        for (int64_t n = 0; n < piece->panels; n++, panel += piece->panel_stride, ahead += piece->next_stride) {
+            int64_t column = (piece->panel + n) * PANEL;
+            int64_t columns = p->columns - column < PANEL ? p->columns - column : PANEL;
+            const float *bias = p->bias && is_last ? p->bias + column : 0;
+            tile_of(m, x, panel, depth, out + (from - row) * out_stride + n * PANEL, out_stride, columns, bias,
+                    piece->start == 0, (Ahead){ahead, piece->next_bytes / tiles});
+        }
+    }
+}
+
 void linear_float_panels(const LinearFloat *p, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end,
                          float *out, int64_t out_stride) {
-    float x[ROWS * PIECE] __attribute__((aligned(64)));
-    int64_t pieces = pieces_of(p->depth), piece = (p->depth + pieces - 1) / pieces;
-    int64_t resident = RESIDENT / (piece * PANEL);
-    if (resident < 1) resident = 1;
-    int64_t tiles = (row_end - row + ROWS - 1) / ROWS, panels = panels_of(p->columns);
+    int64_t piece = linear_piece(p->depth), resident = linear_resident(p->depth), panels = panels_of(p->columns);
     for (int64_t first = panel; first < panel_end; first += resident) {
         int64_t last = first + resident < panel_end ? first + resident : panel_end;
         for (int64_t start = 0; start < p->depth; start += piece) {
             int64_t depth = start + piece < p->depth ? piece : p->depth - start;
             int is_last = start + depth == p->depth;
-            int64_t next_first = is_last ? last : first, next_start = is_last ? 0 : start + depth;
-            for (int64_t t = 0; t < tiles; t++) {
-                /* Tiles of even height: 13 rows are 7 + 6, not 12 + 1. */
-                int64_t from = row + (row_end - row) * t / tiles, to = row + (row_end - row) * (t + 1) / tiles;
-                int m = (int)(to - from);
-                for (int i = 0; i < m; i++)
-                    memcpy(x + i * PIECE, p->x + (from + i) * p->x_stride + start, (size_t)depth * 4);
-                for (int64_t n = first; n < last; n++) {
-                    int64_t column = n * PANEL;
-                    int64_t columns = p->columns - column < PANEL ? p->columns - column : PANEL;
-                    const float *bias = p->bias && is_last ? p->bias + column : 0;
-                    int64_t next = next_first + n - first;
-                    const float *ahead = p->packed + ((next < panels ? next : n) * p->depth + next_start) * PANEL;
-                    tile_of(m, x, p->packed + (n * p->depth + start) * PANEL, depth,
-                            out + (from - row) * out_stride + column - panel * PANEL, out_stride, columns, bias,
-                            start == 0, (Ahead){(const char *)(ahead + depth * t / tiles * PANEL), PANEL * 4 / tiles});
-                }
-            }
+            /* What comes next is read again where the weight ends. */
+            int64_t next = is_last && 2 * last - first <= panels ? last : first;
+            linear_float_piece(p, row, row_end, &(LinearPiece){
+                .panel = first, .panels = last - first, .start = start, .depth = depth,
+                .weight = p->packed + (first * p->depth + start) * PANEL, .panel_stride = p->depth * PANEL,
+                .next = (const char *)(p->packed + (next * p->depth + (is_last ? 0 : start + depth)) * PANEL),
+                .next_stride = p->depth * PANEL * 4, .next_bytes = PANEL * 4,
+            }, out + (first - panel) * PANEL, out_stride);
         }
     }
 }
-
 
 /* Rows are cut further where there are too few panels for all threads. */
 static int64_t row_groups(const LinearFloat *p, int64_t rows, const Step *step) {

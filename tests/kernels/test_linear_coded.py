@@ -45,7 +45,7 @@ def _coded(
     )
 
 
-def _assert_same_as_decoded(kernels, coded, rows=(1, 7, 64)):
+def _assert_same_as_decoded(kernels, coded, rows=(1, 2, 3, 4, 7, 64)):
     bias, x = _draw(coded.shape[0], seed=1), _draw(max(rows), coded.shape[1], seed=2)
     packed, decoded = kernels.pack_coded(coded, bias), kernels.pack_linear(coded.dense(), bias)
     assert (packed.out_features, packed.in_features) == coded.shape
