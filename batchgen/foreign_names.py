@@ -21,7 +21,7 @@ _NGRAM = "use speculative: {method: ngram}"
 ENGINE_ARGUMENTS: dict[str, str] = {
     "tokenizer_mode": "there is one kind of tokenizer, the fast one" + _LEAVE_OUT,
     "skip_tokenizer_init": "prompts as token ids need no tokenizer's time anyway" + _LEAVE_OUT,
-    "quantization_config": "quantized arithmetic is not built yet" + _LEAVE_OUT,
+    "quantization_config": "a checkpoint says itself how it is quantized" + _LEAVE_OUT,
     "prefix_caching_hash_algo": "there is one, chained sha256" + _LEAVE_OUT,
     "kv_offloading_size": "use swap_space, the GiB of host memory for preempted sequences",
     "spec_method": _NGRAM,
