@@ -30,7 +30,7 @@ from batchgen.worker.model_runner import ModelRunner
 from batchgen.worker.precision import (
     decide_kv_dtype,
     decide_quantization,
-    stored_quantization,
+    stored_as,
     warn_of_slow_products,
 )
 from batchgen.worker.sampler_setup import make_sampler
@@ -97,7 +97,7 @@ def load_executor(config: EngineConfig) -> Executor:
         decisions=tuple(str(decision) for decision in decisions.made),
         resolved=resolved.to_engine_args(),
         environment=environment(
-            device, dtype, quantization or stored_quantization(shape), kv_dtype, _backends(kernels)
+            device, dtype, quantization or stored_as(shape), kv_dtype, _backends(kernels)
         ),
         reproducible=reproducible,
         continues=True,

@@ -32,7 +32,7 @@ def decide_quantization(
     """
     asked = config.model.quantization
     if asked is None:
-        if stored := stored_quantization(shape):
+        if stored := stored_as(shape):
             decisions.made.append(Decision("quantization", stored, "as the checkpoint is stored"))
         return None
     obstacle = None
@@ -59,7 +59,7 @@ def decide_quantization(
     return chosen
 
 
-def stored_quantization(shape: ModelConfig) -> str | None:
+def stored_as(shape: ModelConfig) -> str | None:
     """How the checkpoint says that it is quantized; None: it is not, or does not say."""
     return None if shape.quantization is None else shape.quantization.get("quant_method")
 
