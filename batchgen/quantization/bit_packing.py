@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 
-def unpack_stream(words: Tensor, bits: int, dim: int) -> Tensor:
+def unpack_stream(words: Tensor, bits: int, dim: int, count: int | None = None) -> Tensor:
     """Numbers that lie one after the other in the words along a dimension, the lowest bits first.
 
     Numbers may reach from one word into the next (3 bits). Shapes: words int32, [..., W, ...] -> uint8
-    [..., 32 * W / bits, ...].
+    [..., count, ...]; without a count as many as there are, 32 * W / bits.
     """
     moved = words.movedim(dim, -1).contiguous()
     if 32 % bits == 0:
@@ -18,7 +18,7 @@ def unpack_stream(words: Tensor, bits: int, dim: int) -> Tensor:
         unpacked = torch.stack(numbers, dim=-1).flatten(-2)
     else:
         unpacked = _straddling(moved, bits)
-    return unpacked.movedim(-1, dim)
+    return unpacked[..., :count].movedim(-1, dim)
 
 
 def unpack_words(words: Tensor, bits: int, dim: int, count: int) -> Tensor:
@@ -33,7 +33,8 @@ def unpack_words(words: Tensor, bits: int, dim: int, count: int) -> Tensor:
 
 
 def _straddling(words: Tensor, bits: int) -> Tensor:
-    """32 numbers in each `bits` words."""
+    """32 numbers in each `bits` words; the last of them may be missing."""
+    words = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits))
     groups = words.view(*words.shape[:-1], -1, bits).to(torch.int64) & 0xFFFFFFFF
     numbers = []
     for number in range(32):

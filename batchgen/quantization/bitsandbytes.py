@@ -54,11 +54,10 @@ class FourBits:
         block = state.get("blocksize")
         if type(block) is not int or block < 1 or inputs % block:
             raise WeightsError(f"{self._state_name}: {inputs} inputs do not divide into blocks of {block!r}")
-        stored = tensors["weight"].flatten()
-        if stored.numel() != outputs * inputs // 2 or stored.dtype is not torch.uint8:
-            raise WeightsError(
-                f"weight has {stored.numel()} bytes of {stored.dtype}, the model needs {outputs * inputs // 2} of uint8"
-            )
+        # With bnb_4bit_quant_storage the bytes pose as numbers of another dtype.
+        stored = tensors["weight"].flatten().view(torch.uint8)
+        if stored.numel() != outputs * inputs // 2:
+            raise WeightsError(f"weight has {stored.numel()} bytes, the model needs {outputs * inputs // 2}")
         codes = torch.stack((stored >> 4, stored & 15), dim=-1).view(outputs, inputs)
         scale = self._scales(tensors, state, outputs * inputs // block)
         table = want_shape(tensors, "weight.quant_map", 16).to(torch.float32)

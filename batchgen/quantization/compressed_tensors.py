@@ -1,9 +1,9 @@
 """Checkpoints of compressed-tensors (llm-compressor): integers packed or plain, and floats of 8 bits.
 
-Layout: pack-quantized: weight_packed int32 [N, K / (32 / bits)], codes along K with half their range added, weight_scale
-[N, G], weight_zero_point int32 [N / (32 / bits), G] packed along N, weight_g_idx [K]; int-quantized: weight int8 [N, K];
-float-quantized: weight float8 [N, K]; naive-quantized: either. Scales are one for all, for each output, for each
-group of inputs or for each block.
+Layout: pack-quantized: weight_packed int32 [N, K * bits / 32], a stream of codes along K with half their range added (older
+versions put as many in a word as fit whole), weight_scale [N, G], weight_zero_point int32 [N * bits / 32, G] packed along N,
+weight_g_idx [K]; int-quantized: weight int8 [N, K]; float-quantized: weight float8 [N, K]; naive-quantized: either. Scales
+are one for all, for each output, for each group of inputs or for each block.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from typing_extensions import override
 from batchgen.errors import UnsupportedModelError, WeightsError
 from batchgen.kernels.coded import Coded
 from batchgen.quantization.base import METHODS, ParameterLayout
-from batchgen.quantization.bit_packing import unpack_words
+from batchgen.quantization.bit_packing import unpack_stream, unpack_words
 from batchgen.quantization.float8 import Float8Scheme, scale_per_output
 from batchgen.quantization.stored import Rounded, Scheme, Stored, checked_group_size, is_listed, want_shape
 
@@ -71,8 +71,7 @@ class IntegerScheme:
         group_size = checked_group_size(self.group_size, inputs)
         half = 2 ** (self.bits - 1)
         if self.is_packed:
-            words = want_shape(tensors, "weight_packed", outputs, -(-inputs // (32 // self.bits)))
-            codes = unpack_words(words, self.bits, dim=1, count=inputs).contiguous()
+            codes = self._unpacked(tensors["weight_packed"], "weight_packed", (outputs, inputs), dim=1)
         else:
             values = want_shape(tensors, "weight", outputs, inputs)
             if values.dtype is not torch.int8:
@@ -101,15 +100,18 @@ class IntegerScheme:
             codes=codes, bits=self.bits, scale=scale, zero=zero, group_size=group_size, groups=groups
         )
 
+    def _unpacked(self, words: Tensor, name: str, shape: tuple[int, int], dim: int) -> Tensor:
+        """Codes of a shape, packed along a dimension: as a stream or, as older versions did, whole ones in each word."""
+        packed, whole = list(shape), list(shape)
+        packed[dim], whole[dim] = -(-shape[dim] * self.bits // 32), -(-shape[dim] // (32 // self.bits))
+        if list(words.shape) == whole:
+            return unpack_words(words, self.bits, dim, shape[dim]).contiguous()
+        want_shape({name: words}, name, *packed)
+        return unpack_stream(words, self.bits, dim, shape[dim]).contiguous()
+
     def _zeros(self, stored: Tensor, outputs: int, num_groups: int, half: int) -> Tensor:
         if stored.dtype is torch.int32 and self.is_packed:
-            stored = want_shape(
-                {"weight_zero_point": stored},
-                "weight_zero_point",
-                -(-outputs // (32 // self.bits)),
-                num_groups,
-            )
-            return unpack_words(stored, self.bits, dim=0, count=outputs).contiguous()
+            return self._unpacked(stored, "weight_zero_point", (outputs, num_groups), dim=0)
         if stored.numel() == 1:
             stored = stored.reshape(1, 1).expand(outputs, num_groups)
         stored = want_shape(

@@ -95,6 +95,11 @@ class GPTQ(Stored):
             )
         self._zero_offset = 1 if form == "gptq" else 0
         self._whole = self._scheme_of(self.config, "quantization_config")
+        # optimum: the modules of a block that are quantized, in lists by the order of rounding.
+        listed = self.config.get("modules_in_block_to_quantize") or ()
+        self._only = tuple(
+            f".{name}" for names in listed for name in ([names] if isinstance(names, str) else names)
+        )
         # gptqmodel: a pattern of module names -> other values, or with "-:" in front: left in floats.
         self._dynamic: dict[str, Scheme | None] = {}
         for pattern, values in (self.config.get("dynamic") or {}).items():
@@ -112,18 +117,26 @@ class GPTQ(Stored):
         for pattern, scheme in self._dynamic.items():
             if re.match(pattern, module):
                 return scheme
+        if self._only and not module.endswith(self._only):
+            return None
         return self._whole
 
     def _scheme_of(self, config: Mapping[str, Any], where: str) -> GPTQScheme:
-        bits = config.get("bits")
-        if bits not in BITS:
-            listed = ", ".join(map(str, BITS))
-            raise UnsupportedModelError(
-                f"{self.name}: {where}: bits {bits!r} are not built (built: {listed})"
-            )
-        group_size = config.get("group_size", 128)
-        if type(group_size) is not int or group_size < -1:
-            raise UnsupportedModelError(
-                f"{self.name}: {where}: group_size {group_size!r} is not a number of inputs"
-            )
-        return GPTQScheme(bits, group_size, self._zero_offset)
+        return gptq_scheme(config, self._zero_offset, f"{self.name}: {where}")
+
+
+def gptq_scheme(config: Mapping[str, Any], zero_offset: int, where: str) -> GPTQScheme:
+    """The scheme of a config with bits and group_size.
+
+    Raises:
+        UnsupportedModelError: what is not built; begins with `where`.
+    """
+    bits = config.get("bits")
+    if bits not in BITS:
+        raise UnsupportedModelError(
+            f"{where}: bits {bits!r} are not built (built: {', '.join(map(str, BITS))})"
+        )
+    group_size = config.get("group_size", 128)
+    if type(group_size) is not int or group_size < -1:
+        raise UnsupportedModelError(f"{where}: group_size {group_size!r} is not a number of inputs")
+    return GPTQScheme(bits, group_size, zero_offset)
