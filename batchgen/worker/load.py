@@ -27,12 +27,7 @@ from batchgen.worker.memory import plan_blocks, plan_host_blocks
 from batchgen.worker.model_files import ModelFiles
 from batchgen.worker.model_memory import ModelMemory
 from batchgen.worker.model_runner import ModelRunner
-from batchgen.worker.precision import (
-    decide_kv_dtype,
-    decide_quantization,
-    stored_as,
-    warn_of_slow_products,
-)
+from batchgen.worker.precision import decide_kv_dtype, decide_quantization, warn_of_slow_products
 from batchgen.worker.sampler_setup import make_sampler
 from batchgen.worker.thinking import find_marks
 
@@ -55,7 +50,7 @@ def load_executor(config: EngineConfig) -> Executor:
         dtype = decide_dtype(config.model.dtype, shape, device, decisions)
         limits = decide_limits(config, shape, device, decisions)
         swapping = decide_swapping(config, device, decisions)
-        quantization = decide_quantization(config, shape, device, dtype, decisions)
+        quantization, stored = decide_quantization(config, shape, device, dtype, decisions)
         kv_dtype = decide_kv_dtype(config.cache.kv_cache_dtype, dtype, quantization, decisions)
         kernels, reproducible = decide_kernels(config, shape, device, dtype, kv_dtype, decisions)
     warn_of_slow_products(kernels, quantization)
@@ -96,9 +91,7 @@ def load_executor(config: EngineConfig) -> Executor:
         no_thinking=marks if isinstance(marks, str) else None,
         decisions=tuple(str(decision) for decision in decisions.made),
         resolved=resolved.to_engine_args(),
-        environment=environment(
-            device, dtype, quantization or stored_as(shape), kv_dtype, _backends(kernels)
-        ),
+        environment=environment(device, dtype, quantization or stored, kv_dtype, _backends(kernels)),
         reproducible=reproducible,
         continues=True,
     )

@@ -24,17 +24,18 @@ def decide_quantization(
     device: torch.device,
     dtype: str,
     decisions: Decisions,
-) -> str | None:
-    """How weights are rounded as they are loaded; None: not at all, or as the checkpoint says.
+) -> tuple[str | None, str | None]:
+    """How weights are rounded as they are loaded, and how the checkpoint is quantized; None: not at all.
 
     Raises:
         ConfigError: int8 is asked for where it is not built.
     """
     asked = config.model.quantization
+    stored = None if shape.quantization is None else shape.quantization.get("quant_method")
     if asked is None:
-        if stored := stored_as(shape):
+        if stored:
             decisions.made.append(Decision("quantization", stored, "as the checkpoint is stored"))
-        return None
+        return None, stored
     obstacle = None
     if not is_host(device) or dtype != "float32":
         obstacle = f"int8 is built for float32 activations on a CPU, not for {dtype} on {device}"
@@ -56,12 +57,7 @@ def decide_quantization(
             "%s: int8 without a rotation of the residual stream loses more precision: %s", shape.family.name,
             reason,
         )  # fmt: skip
-    return chosen
-
-
-def stored_as(shape: ModelConfig) -> str | None:
-    """How the checkpoint says that it is quantized; None: it is not, or does not say."""
-    return None if shape.quantization is None else shape.quantization.get("quant_method")
+    return chosen, stored
 
 
 def decide_kv_dtype(given: str, dtype: str, quantization: str | None, decisions: Decisions) -> str:

@@ -99,10 +99,10 @@ def test_int8_that_is_slow_is_said_once(folder: Path, load: Any, caplog: pytest.
 
 def test_a_quantized_checkpoint_is_refused(tmp_path: Path, load: Any) -> None:
     model = tiny_model()
-    model.config.quantization_config = {"quant_method": "awq", "bits": 4}
+    model.config.quantization_config = {"quant_method": "quip", "bits": 4}
     write_folder(model, tmp_path)
     for asked in (None, "int8", "auto"):
-        with pytest.raises(UnsupportedModelError, match=r"quantized \('awq'\), which is not built"):
+        with pytest.raises(UnsupportedModelError, match=r"quantized \('quip'\), which is not built"):
             load(tmp_path, quantization=asked)
 
 
