@@ -42,7 +42,7 @@ _MODEL_RULES: dict[str, Rule] = {
     "tokenizer_revision": TEXT_OR_NONE,
     "chat_template": TEXT_OR_NONE,
     "dtype": one_of("auto", "float32", "float16", "bfloat16", words="auto, float32, float16 or bfloat16"),
-    "quantization": one_of(None, "auto", "int8", words="auto, int8 or null"),
+    "quantization": one_of(None, "auto", "int8", "gguf", words="auto, int8, gguf or null"),
     "max_model_len": _COUNT_OR_NONE,
     "device": one_of("auto", "cpu", "cuda", words="auto, cpu or cuda"),
     "kernel_backend": one_of(None, "reference", "cpu", "gpu", words="reference, cpu or gpu"),

@@ -1,5 +1,6 @@
 """GGUFSource: the tensors of a GGUF file, dequantized one by one, under Hugging Face's names."""
 
+import math
 import re
 import warnings
 
@@ -13,6 +14,7 @@ from batchgen.errors import UnsupportedModelError, WeightsError
 from batchgen.kernels.cpu.dequantize import dequantize as kernel_dequantize
 from batchgen.models.gguf_file import GGUFFile, GGUFTensor
 from batchgen.models.model_config import ModelConfig
+from batchgen.quantization.gguf import KINDS
 
 ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -38,21 +40,24 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Weights that linear layers multiply by, and what is said beside them.
+_LINEAR, _TYPE = ("_proj.weight", "lm_head.weight"), ".weight_type"
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class GGUFSource:
-    """The weights of a GGUF file as float32.
+    """The weights of a GGUF file as float32, those of linear layers as their blocks if that is asked for.
 
     Args:
         file: the open file.
         config: the model's shape; for families whose query and key rows are permuted in the file.
+        keeps_blocks: give weights of linear layers as they are stored, uint8, and their type as `weight_type`.
 
     Raises:
         UnsupportedModelError: a storage type that is not read, naming a tensor.
     """
 
-    def __init__(self, file: GGUFFile, config: ModelConfig):
+    def __init__(self, file: GGUFFile, config: ModelConfig, keeps_blocks: bool = False):
         self.where = file.path.name
         self._file, self._config = file, config
         self._tensors: dict[str, GGUFTensor] = {}
@@ -64,11 +69,26 @@ class GGUFSource:
                 )
             if tensor.name != ROPE_DIVISORS:
                 self._tensors[hf_name(tensor.name)] = tensor
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: tensor.shape for name, tensor in self._tensors.items()
+        }
+        self.kept_modules: list[str] = []
+        if keeps_blocks:
+            self.kept_modules = [
+                name.removesuffix(".weight")
+                for name, tensor in self._tensors.items()
+                if name.endswith(_LINEAR) and tensor.type_id in KINDS
+            ]
+            self.shapes |= {f"{module}{_TYPE}": () for module in self.kept_modules}
 
     def read(self, name: str) -> Tensor:
-        """One tensor, dequantized to float32, its rows in Hugging Face's order."""
-        weights = torch.from_numpy(self._dequantized(self._tensors[name]))
+        """One tensor, dequantized to float32 or as blocks, its rows in Hugging Face's order."""
+        module = name.rpartition(".")[0]
+        if name.endswith(_TYPE):
+            return torch.tensor(self._tensors[f"{module}.weight"].type_id)
+        tensor = self._tensors[name]
+        is_kept = module in self.kept_modules and name.endswith(".weight")
+        weights = torch.from_numpy(self._blocks(tensor) if is_kept else self._dequantized(tensor))
         if self._config.family.gguf_rope_is_interleaved and ".self_attn." in name:
             if ".q_proj." in name:
                 return _halves_together(weights, self._config.num_heads)
@@ -81,7 +101,24 @@ class GGUFSource:
         tensor = self._file.tensors.get(ROPE_DIVISORS)
         return None if tensor is None else torch.from_numpy(self._dequantized(tensor))
 
+    def _blocks(self, tensor: GGUFTensor) -> np.ndarray:
+        """A copy of the stored bytes, [rows, bytes of a row]."""
+        rows = self._stored(tensor).copy()
+        self._file.forget()
+        return rows
+
     def _dequantized(self, tensor: GGUFTensor) -> np.ndarray:
+        rows, kind = self._stored(tensor), GGMLQuantizationType(tensor.type_id)
+        values = _by_kernel(kind, rows.reshape(-1), math.prod(tensor.shape))
+        if values is None:
+            values = dequantize(rows, kind)
+        values = values if values.flags.writeable else values.copy()
+        # What has been read is not read again; it need not stay in this process's memory.
+        self._file.forget()
+        return values.reshape(tensor.shape)
+
+    def _stored(self, tensor: GGUFTensor) -> np.ndarray:
+        """The stored bytes in the mapped file, [rows, bytes of a row]."""
         kind = GGMLQuantizationType(tensor.type_id)
         block_len, block_bytes = GGML_QUANT_SIZES[kind]
         row_len = tensor.shape[-1]
@@ -92,13 +129,7 @@ class GGUFSource:
         num_rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
         row_bytes = row_len // block_len * block_bytes
         raw = np.frombuffer(self._file.raw(tensor, num_rows * row_bytes), dtype=np.uint8)
-        values = _by_kernel(kind, raw, num_rows * row_len)
-        if values is None:
-            values = dequantize(raw.reshape(num_rows, row_bytes), kind)
-        values = values if values.flags.writeable else values.copy()
-        # What has been read is not read again; it need not stay in this process's memory.
-        self._file.forget()
-        return values.reshape(tensor.shape)
+        return raw.reshape(num_rows, row_bytes)
 
 
 def _by_kernel(kind: GGMLQuantizationType, raw: np.ndarray, num_values: int) -> np.ndarray | None:

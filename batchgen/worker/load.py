@@ -50,7 +50,7 @@ def load_executor(config: EngineConfig) -> Executor:
         dtype = decide_dtype(config.model.dtype, shape, device, decisions)
         limits = decide_limits(config, shape, device, decisions)
         swapping = decide_swapping(config, device, decisions)
-        quantization, stored = decide_quantization(config, shape, device, dtype, decisions)
+        quantization, stored = decide_quantization(config, shape, device, dtype, decisions, files.is_gguf)
         kv_dtype = decide_kv_dtype(config.cache.kv_cache_dtype, dtype, quantization, decisions)
         kernels, reproducible = decide_kernels(config, shape, device, dtype, kv_dtype, decisions)
     warn_of_slow_products(kernels, quantization)

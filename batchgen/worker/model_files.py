@@ -47,6 +47,11 @@ class ModelFiles:
             else config_from_hf(_config_json(self.location), self.location.name)
         )
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file."""
+        return self._gguf is not None
+
     def build(
         self,
         kernels: Kernels,
@@ -63,7 +68,8 @@ class ModelFiles:
         Args:
             kernels: the operations.
             dtype: of activations.
-            quantization: how float weights are rounded; None: not at all, or as the checkpoint says.
+            quantization: how float weights are rounded; "gguf": they stay the file's blocks; None: not
+                at all, or as the checkpoint says.
             kv_dtype: of the cache.
             device: of weights and activations.
             max_len: positions that will be asked for.
@@ -73,20 +79,21 @@ class ModelFiles:
             ModelError: weights that do not fit or cannot be read.
         """
         begin = time.perf_counter()
-        rounding = f", rounding its weights to {quantization}" if quantization else ""
+        keeps_blocks = quantization == "gguf"
+        rounding = f", rounding its weights to {quantization}" if quantization and not keeps_blocks else ""
         loading.info("loading %s%s", self.location.name, rounding)
         source: WeightSource
-        divisors = None
+        divisors, config = None, self.shape.quantization
         if self._gguf:
-            source = gguf_source = GGUFSource(self._gguf, self.shape)
+            source = gguf_source = GGUFSource(self._gguf, self.shape, keeps_blocks)
             divisors = gguf_source.rope_divisors()
+            if keeps_blocks:
+                config = {"modules": gguf_source.kept_modules}
         else:
             source = SafetensorsSource(self.location.path)
         method_class = method_for(self.shape.quantization, self.location.name, quantization)
         rotates = method_class.wants_rotation and self.shape.family.has_foldable_norms
-        method = method_class(
-            kernels, torch_dtype(dtype), device, self.shape.quantization, self.location.name
-        )
+        method = method_class(kernels, torch_dtype(dtype), device, config, self.location.name)
         model = Decoder(
             self.shape, kernels, method, kv_dtype=kv_dtype,
             device=device, max_len=max_len, block_size=block_size, rope_divisors=divisors,

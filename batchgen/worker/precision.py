@@ -24,11 +24,12 @@ def decide_quantization(
     device: torch.device,
     dtype: str,
     decisions: Decisions,
+    is_gguf: bool,
 ) -> tuple[str | None, str | None]:
     """How weights are rounded as they are loaded, and how the checkpoint is quantized; None: not at all.
 
     Raises:
-        ConfigError: int8 is asked for where it is not built.
+        ConfigError: int8 is asked for where it is not built, or gguf of a model that is no such file.
     """
     asked = config.model.quantization
     stored = None if shape.quantization is None else shape.quantization.get("quant_method")
@@ -36,6 +37,14 @@ def decide_quantization(
         if stored:
             decisions.made.append(Decision("quantization", stored, "as the checkpoint is stored"))
         return None, stored
+    if asked == "gguf":
+        if not is_gguf:
+            raise ConfigError(
+                f"quantization: gguf keeps the weights of a GGUF file in their bits, and {config.model.model} "
+                "is none; leave quantization out"
+            )
+        decisions.made.append(Decision("quantization", asked, "as set"))
+        return asked, stored
     obstacle = None
     if not is_host(device) or dtype != "float32":
         obstacle = f"int8 is built for float32 activations on a CPU, not for {dtype} on {device}"

@@ -38,10 +38,11 @@ def build_decoder(
     if location.kind == "gguf":
         file = GGUFFile(location.path)
         config = config_from_gguf(file)
-        source: Any = GGUFSource(file, config)
+        source: Any = GGUFSource(file, config, keeps_blocks=quantization == "gguf")
+        stored: Any = {"modules": source.kept_modules}
     else:
         config = config_from_hf(location.read_json("config.json") or {})
-        source = SafetensorsSource(location.path)
+        source, stored = SafetensorsSource(location.path), config.quantization
     kernels = choose(
         "cpu", "float32", backend=backend, head_dim=config.head_dim, block_size=BLOCK_SIZE, kv_dtype=kv_dtype
     )
@@ -50,7 +51,7 @@ def build_decoder(
         config,
         kernels,
         method_for(config.quantization, str(path), quantization)(
-            kernels, torch_dtype("float32"), device, config.quantization, str(path)
+            kernels, torch_dtype("float32"), device, stored, str(path)
         ),
         kv_dtype=kv_dtype,
         device=device,

@@ -14,9 +14,23 @@ from batchgen.models.gguf_file import GGUFFile
 from batchgen.models.gguf_weights import READ_TYPES, GGUFSource, hf_name
 from batchgen.models.hf_config import config_from_hf
 from batchgen.models.model_config import ModelConfig
+from batchgen.quantization.gguf import KINDS, decode_blocks
 from batchgen.tiny_models import random_ids, tiny_model, write_gguf
 
 PROMPT = random_ids(19, seed=6)
+# Where a block has scales of 16 bits, by the number of its type.
+HALVES = {
+    2: [0],
+    3: [0, 2],
+    6: [0],
+    7: [0, 2],
+    8: [0],
+    10: [80, 82],
+    11: [108],
+    12: [0, 2],
+    13: [0, 2],
+    14: [208],
+}
 # Rows must be multiples of a block: 32 values.
 SIZES_FOR_BLOCKS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 
@@ -36,6 +50,28 @@ def test_quantized_files_give_the_logits_of_their_dequantized_weights(
                 parameter.copy_(torch.from_numpy(np.array(held)))
     ours, theirs = run(decoder(path), [PROMPT], [[19]])[0], truth(original, [PROMPT])[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_blocks_that_are_kept_give_the_bits_of_dequantized_ones(
+    quantization: str, architecture: str, tmp_path: Path, decoder: Any, run: Any
+) -> None:
+    path = write_gguf(tiny_model(architecture, **SIZES_FOR_BLOCKS), tmp_path / "tiny.gguf", quantization)
+    kept, floats = (decoder(path, backend="cpu", quantization=each) for each in ("gguf", None))
+    assert torch.equal(run(kept, [PROMPT], [[19]])[0], run(floats, [PROMPT], [[19]])[0])
+    sizes = [sum(tensor.nbytes for tensor in model.layers[0].down.tensors()) for model in (kept, floats)]
+    assert sizes[0] < 0.35 * sizes[1]
+
+
+@pytest.mark.parametrize("type_id", KINDS, ids=lambda type_id: GGMLQuantizationType(type_id).name)
+def test_decoded_blocks_are_what_the_gguf_package_makes_of_them(type_id: int) -> None:
+    kind = KINDS[type_id]
+    raw = np.random.default_rng(type_id).integers(0, 256, (5, 3 * kind.block_bytes), dtype=np.uint8)
+    # Scales of 16 bits whose exponent is not that of NaN.
+    raw.reshape(5, 3, -1)[:, :, [at + 1 for at in HALVES[type_id]]] &= 0x3F
+    expected = gguf.quants.dequantize(raw, GGMLQuantizationType(type_id))
+    assert np.array_equal(decode_blocks(torch.from_numpy(raw), type_id).dense().numpy(), expected)
 
 
 def write_single_tensor(path: Path, raw: np.ndarray, kind: GGMLQuantizationType) -> GGUFFile:
