@@ -1,7 +1,7 @@
-"""Checkpoints of few bits, written to the published layouts of their formats, beside the same model in floats.
+"""Checkpoints of few bits, written to the published layouts of their formats, and the same models in floats.
 
-The numbers are packed bit by bit with numpy, and decoded by the formats' own formulas in numpy: nothing here is shared with
-the code under test.
+The numbers are packed bit by bit with numpy, and decoded by the formats' own formulas in numpy: nothing here is
+shared with the code under test.
 """
 
 import json
@@ -96,6 +96,7 @@ class Grouped:
 
     @property
     def weight(self) -> np.ndarray:
+        """What the codes mean."""
         scale, zero = self.scale.astype(np.float32)[:, self.group], self.zero[:, self.group]
         return (self.codes.astype(np.float32) - zero.astype(np.float32)) * scale
 
@@ -257,7 +258,7 @@ def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
 
 
 def float8(strategy: str, *, block: int = 32, style: str = "fp8") -> tuple[Store, dict[str, Any]]:
-    """Floats of 8 bits with a scale for all ("tensor"), for each output ("channel") or for each block ("block")."""
+    """Floats of 8 bits with a scale for all ("tensor"), each output ("channel") or each block ("block")."""
 
     def store(module: str, weight: np.ndarray) -> Written | None:
         if is_head(module):

@@ -51,7 +51,7 @@ class GGUFSource:
     Args:
         file: the open file.
         config: the model's shape; for families whose query and key rows are permuted in the file.
-        keeps_blocks: give weights of linear layers as they are stored, uint8, and their type as `weight_type`.
+        keeps_blocks: give weights of linear layers as they are stored, uint8, and their type besides.
 
     Raises:
         UnsupportedModelError: a storage type that is not read, naming a tensor.

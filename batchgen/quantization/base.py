@@ -61,8 +61,8 @@ class LinearMethod(ABC):
     """A way to store and multiply the weights of linear layers. One object serves all layers of a model.
 
     Life of a layer's weights: `create_weights` once, `load` for every tensor of the checkpoint that belongs
-    to the layer, `process_part` when a part has all of its own, `process` when all are there, then `apply` for every step. The layer slices a tensor to its
-    rank's share before `load`, by `layouts`.
+    to the layer, `process_part` when a part has all of its own, `process` when all are there, then `apply`
+    for every step. The layer slices a tensor to its rank's share before `load`, by `layouts`.
 
     Args:
         kernels: the operations of the model.
@@ -88,9 +88,13 @@ class LinearMethod(ABC):
     wants_mean_inputs: ClassVar[bool] = False
 
     def __init__(
-        self, kernels: Kernels, dtype: torch.dtype, device: torch.device, config: Mapping[str, Any] | None = None,
+        self,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        config: Mapping[str, Any] | None = None,
         name: str = "",
-    ):  # fmt: skip
+    ):
         self.kernels, self.dtype, self.device = kernels, dtype, device
         self.config, self.name = dict(config or {}), name
         self.mean_inputs: dict[str, Tensor] = {}
@@ -127,8 +131,8 @@ class LinearMethod(ABC):
             WeightsError: the tensor does not fit.
         """
 
-    def process_part(self, weights: Any, shape: LinearShape, part: int) -> None:
-        """All tensors of a part are there.
+    def process_part(self, weights: Any, shape: LinearShape, part: int) -> None:  # noqa: B027
+        """All tensors of a part are there; most methods wait for the whole layer.
 
         Raises:
             PartError: they do not fit together.

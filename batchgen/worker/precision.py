@@ -40,8 +40,8 @@ def decide_quantization(
     if asked == "gguf":
         if not is_gguf:
             raise ConfigError(
-                f"quantization: gguf keeps the weights of a GGUF file in their bits, and {config.model.model} "
-                "is none; leave quantization out"
+                f"quantization: gguf keeps the weights of a GGUF file in their bits, and "
+                f"{config.model.model} is none; leave quantization out"
             )
         decisions.made.append(Decision("quantization", asked, "as set"))
         return asked, stored

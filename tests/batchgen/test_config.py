@@ -58,7 +58,7 @@ def test_unknown_name_is_refused_with_the_nearest() -> None:
         ("reasoning_config", "think", "a mapping"),
         ("disable_log_stats", "no", "true or false"),
         ("kv_cache_dtype", "fp8", "auto, float32, float16, bfloat16 or int8"),
-        ("quantization", "awq", "auto, int8 or null"),
+        ("quantization", "awq", "auto, int8, gguf or null"),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(name: str, value: object, rule: str) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from batchgen.errors import UnsupportedModelError
+from batchgen.errors import ConfigError, UnsupportedModelError
 from batchgen.tiny_checkpoints import gptq, plain_integers, write_pair
-from batchgen.tiny_models import random_ids
+from batchgen.tiny_models import random_ids, tiny_model, write_folder, write_gguf
 
 PROMPTS = [random_ids(count, seed=count, vocab_size=256) for count in (5, 17, 40)]
 
@@ -47,3 +47,16 @@ def test_rounding_what_is_rounded_already_is_refused(tmp_path: Path, load: Any) 
     assert "quantized already" in next(
         text for text in load(stored, quantization="auto").info.decisions if text.startswith("quantization=")
     )
+
+
+def test_blocks_of_a_gguf_file_stay_what_they_are_if_that_is_asked_for(
+    tmp_path: Path, load: Any, generate: Any
+) -> None:
+    model = tiny_model(hidden_size=96, intermediate_size=160)
+    path = write_gguf(model, tmp_path / "tiny.gguf", "Q5_1")
+    kept, floats = load(path, quantization="gguf"), load(path)
+    assert generate(kept, PROMPTS, 12) == generate(floats, PROMPTS, 12)
+    assert "quantization=gguf (as set)" in kept.info.decisions
+    assert kept.info.environment["quantization"] == "gguf"
+    with pytest.raises(ConfigError, match="is none; leave quantization out"):
+        load(write_folder(model, tmp_path / "folder"), quantization="gguf")
