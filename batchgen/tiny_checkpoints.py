@@ -1,7 +1,7 @@
 """Checkpoints of few bits, written to the published layouts of their formats, and the same models in floats.
 
-The numbers are packed bit by bit with numpy, and decoded by the formats' own formulas in numpy: nothing here is
-shared with the code under test.
+The numbers are packed bit by bit with numpy, and decoded by the formats' own formulas in numpy: nothing here
+is shared with the code under test.
 """
 
 import json

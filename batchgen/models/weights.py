@@ -1,6 +1,6 @@
 """load_weights: tensors of a checkpoint, streamed one by one straight into a model's layers."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class WeightLoader:
     def __init__(self, model: Decoder, source: WeightSource):
         self._targets = model.weight_targets()
         names = _checked_names(model, source)
-        source_shapes, source = source.shapes, _FiniteSource(source)
+        source_shapes, source = source.shapes, _FiniteSource(source, model.method.beside_bytes)
         if HEAD in names and HEAD not in source_shapes:
             source = UntiedSource(source)
         if model.rotation is not None:
@@ -102,15 +102,21 @@ class _FiniteSource:
     """A checkpoint whose tensors are looked at as they are read.
 
     A single NaN would turn every text into the same token, with no other sign of it.
+
+    Args:
+        source: the checkpoint.
+        beside_bytes: see `LinearMethod`.
     """
 
-    def __init__(self, source: WeightSource):
+    def __init__(self, source: WeightSource, beside_bytes: Iterable[str]):
         self.where, self.shapes, self._source = source.where, source.shapes, source
+        self._beside_bytes = tuple(beside_bytes)
 
     def read(self, name: str) -> Tensor:
         """One tensor, without a NaN or an infinity."""
         tensor = self._source.read(name)
-        if tensor.dtype not in _FLOATS or bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+        is_bytes = any(name + end in self.shapes for end in self._beside_bytes)
+        if tensor.dtype not in _FLOATS or is_bytes or bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
             return tensor
         num_bad = int((~torch.isfinite(tensor)).sum())
         if num_bad:  # else only the sum was too large

@@ -10,7 +10,7 @@ part of a file.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -115,6 +115,8 @@ class EightBits:
 @METHODS.register("bitsandbytes")
 class BitsAndBytes(Stored):
     """Weights of a bitsandbytes checkpoint."""
+
+    beside_bytes: ClassVar[tuple[str, ...]] = (".absmax",)
 
     @override
     def read_config(self) -> None:

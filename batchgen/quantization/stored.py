@@ -200,7 +200,12 @@ def is_listed(module: str, listed: Iterable[str]) -> bool:
         if entry.startswith("re:"):
             if re.match(entry[3:], module):
                 return True
-        elif entry == module or module.endswith(f".{entry}") or module.startswith(f"{entry}.") or f".{entry}." in f".{module}.":
+        elif (
+            entry == module
+            or module.endswith(f".{entry}")
+            or module.startswith(f"{entry}.")
+            or f".{entry}." in f".{module}."
+        ):
             return True
     return False
 

@@ -41,4 +41,9 @@ typedef void CodedDecode(const Coded *coded, int64_t panel, int64_t k, int64_t e
 
 CodedDecode *coded_decoder(const Coded *coded);
 
+/* The same, multiplied by one row of x: writes the sums of inputs [k, end), a chain from zero for each column. */
+typedef void CodedProduct(const Coded *coded, int64_t panel, int64_t k, int64_t end, const float *x, float *sums);
+
+CodedProduct *coded_multiplier(const Coded *coded);
+
 #endif

@@ -13,7 +13,9 @@
 #define STRETCH 4096
 /* Panels side by side for one row, so that enough sums are under way; half as many for two rows and for three. */
 #define PANELS 4
-#define MOST_SUMS (ROWS > 6 ? ROWS : 6) /* of rows times panels under way */
+/* Rows that are so few. */
+#define FEW 12
+#define MOST_SUMS 64
 
 typedef struct {
     const float *x;
@@ -84,24 +86,42 @@ static void add_piece(const LinearCoded *p, const float *sums, int m, int64_t pa
     }
 }
 
-/* One tile of rows times panels [panel, panel_end). */
-static void few_rows(const LinearCoded *p, int m, int64_t panel, int64_t panel_end) {
+/* One row: what is decoded is multiplied in the registers. */
+static void one_row(const LinearCoded *p, int64_t panel, int64_t panel_end) {
+    float sums[PANEL];
+    CodedProduct *product = coded_multiplier(&p->weight);
+    int64_t all = p->weight.depth, piece = linear_piece(all);
+    for (int64_t n = panel; n < panel_end; n++)
+        for (int64_t start = 0, end; start < all; start = end) {
+            end = start + piece < all ? start + piece : all;
+            product(&p->weight, n, start, end, p->x, sums);
+            add_piece(p, sums, 1, n, start == 0, end == all);
+        }
+}
+
+/* Some rows times panels [panel, panel_end). */
+static void few_rows(const LinearCoded *p, int rows, int64_t panel, int64_t panel_end) {
     float decoded[STRETCH] __attribute__((aligned(64))), sums[MOST_SUMS * PANEL];
+    int tiles = (rows + ROWS - 1) / ROWS, side_by_side = panels_at_once(rows);
     CodedDecode *decode = coded_decoder(&p->weight);
     int64_t all = p->weight.depth, piece = linear_piece(all);
     for (int64_t first = panel, last; first < panel_end; first = last) {
-        last = first + panels_at_once(m) < panel_end ? first + panels_at_once(m) : panel_end;
+        last = first + side_by_side < panel_end ? first + side_by_side : panel_end;
         int panels = (int)(last - first);
         int64_t stretch = STRETCH / PANEL / panels;
         for (int64_t start = 0; start < all; start += piece) {
             int64_t end = start + piece < all ? start + piece : all;
-            memset(sums, 0, (size_t)(panels * m * PANEL) * 4);
+            memset(sums, 0, (size_t)(panels * rows * PANEL) * 4);
             for (int64_t k = start, next; k < end; k = next) {
                 next = k + stretch < end ? k + stretch : end;
                 for (int n = 0; n < panels; n++) decode(&p->weight, first + n, k, next, decoded + n * stretch * PANEL);
-                add_inputs_of(m, panels, p->x + k, p->x_stride, decoded, stretch * PANEL, next - k, sums);
+                for (int t = 0; t < tiles; t++) {
+                    int from = rows * t / tiles, to = rows * (t + 1) / tiles;
+                    add_inputs_of(to - from, panels, p->x + from * p->x_stride + k, p->x_stride, decoded, stretch * PANEL,
+                                  next - k, sums + from * PANEL);
+                }
             }
-            for (int n = 0; n < panels; n++) add_piece(p, sums + n * m * PANEL, m, first + n, start == 0, end == all);
+            for (int n = 0; n < panels; n++) add_piece(p, sums + n * rows * PANEL, rows, first + n, start == 0, end == all);
         }
     }
 }
@@ -146,7 +166,8 @@ static void linear_coded_run(const void *args, Step *step, int64_t chunk, int64_
     const LinearCoded *p = args;
     int64_t rows = step_size(step, p->rows), panels = coded_panels(p->weight.columns);
     int64_t first = chunk_begin(panels, chunk, of), end = chunk_begin(panels, chunk + 1, of);
-    if (rows <= ROWS) few_rows(p, (int)rows, first, end);
+    if (rows == 1) one_row(p, first, end);
+    else if (rows <= FEW) few_rows(p, (int)rows, first, end);
     else if (many_rows(p, rows, first, end)) step_fail(step, NO_MEMORY);
 }
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transcript import CALLED, MAGIC, NotingLibrary, Transcript
 
 from batchgen.kernels.cases import CASES, KV_TOLERANCE, AttentionCase, make_inputs
+from batchgen.kernels.coded import Coded, float8_values
 from batchgen.kernels.cpu import dequantize as dequantizing
 from batchgen.kernels.cpu.dequantize import _BLOCKS as BLOCKS
 from batchgen.kernels.cpu.dequantize import dequantize
@@ -82,6 +83,34 @@ def linear(run: Run, shape: tuple[int, int, int], has_bias: bool) -> None:
         run.same("rows alone", run.kernels.linear(x[first:end], packed), whole[first:end])
     ids = run.integers(0, columns, 9)
     run.equal("rows of the weight", run.kernels.gather_rows(packed, ids))
+
+
+def coded_linear(
+    run: Run, shape: tuple[int, int, int], bits: int, beside: str, scale_dtype: torch.dtype, kind: str
+) -> None:
+    """`kind`: what codes stand for, or that the inputs of a group lie apart; the decoded weight gives the same bytes."""
+    rows, columns, depth = shape
+    group_size, levels = min(48, depth), 2**bits
+    groups = -(-depth // group_size)
+    table, order = (run.draw(levels), run.integers(0, groups, depth, dtype=torch.int32))
+    if kind == "fp8":
+        table = float8_values(torch.float8_e4m3fn).nan_to_num(480.0).to(run.dtype)
+    scale = (run.draw(columns, groups).abs() + 0.1).to(scale_dtype)
+    coded = Coded(
+        codes=run.integers(0, levels, columns, depth, dtype=torch.uint8), bits=bits, scale=scale,
+        group_size=group_size,
+        zero=run.integers(0, levels, columns, groups, dtype=torch.uint8) if beside == "zero" else None,
+        least=-scale if beside == "least" else None,
+        table=table.float() if kind in ("fp8", "table") else None,
+        groups=order if kind == "shuffled" else None,
+    )  # fmt: skip
+    x, bias = run.draw(rows, depth + 3)[:, :depth], run.draw(columns)
+    packed = run.kernels.pack_coded(coded, bias)
+    whole = run.kernels.linear(x, packed)
+    run.close("product", whole)
+    run.same("decoded", run.kernels.linear(x, run.kernels.pack_linear(coded.dense(), bias)), whole)
+    for first, end in ((0, 1), (rows // 3, rows)):
+        run.same("rows alone", run.kernels.linear(x[first:end], packed), whole[first:end])
 
 
 def gather(run: Run) -> None:
@@ -355,6 +384,16 @@ def all_cases() -> Iterator[tuple[str, str, Case]]:
     for shape in ((1, 5, 7), (13, 70, 100), (30, 33, 1600), (200, 40, 64), (5, 200, 576)):
         yield f"linear {shape}", "float64", partial(linear, shape=shape, has_bias=False)
         yield f"linear {shape} with bias", "float64", partial(linear, shape=shape, has_bias=True)
+    ways = [(bits, ("none", "zero", "least")[bits % 3], "codes") for bits in range(1, 9)]
+    ways += [(bits, "none", "table") for bits in range(1, 9)]
+    ways += [(4, "zero", "shuffled"), (4, "least", "table"), (8, "none", "fp8")]
+    for number, (bits, beside, kind) in enumerate(ways):
+        scale_dtype = (torch.float32, torch.float16, torch.bfloat16)[number % 3]
+        for shape in ((3, 70, 100), (30, 33, 500), (4, 5, 7)):
+            yield (
+                f"{kind} {shape}, {bits} bits, {beside}", "float32",
+                partial(coded_linear, shape=shape, bits=bits, beside=beside, scale_dtype=scale_dtype, kind=kind),
+            )  # fmt: skip
     yield "gather", "float32", gather
     for width in (8, 33, 64, 576):
         yield f"norms {width}", "float64", partial(norms, width=width)
