@@ -191,21 +191,22 @@ def awq(group_size: int, skipped: tuple[str, ...] = ()) -> tuple[Store, dict[str
 
 
 def packed_integers(
-    bits: int, group_size: int, *, is_symmetric: bool = True, act_order: bool = False
+    bits: int, group_size: int, *, is_symmetric: bool = True, act_order: bool = False, is_old: bool = False
 ) -> tuple[Store, dict[str, Any]]:
-    """As compressed-tensors writes pack-quantized."""
+    """As compressed-tensors writes pack-quantized; older versions let no code reach into the next word."""
+    pack = whole_words if is_old else bit_stream
 
     def store(module: str, weight: np.ndarray) -> Written | None:
         if is_head(module):
             return None
         made = rounded(weight, bits, group_size, is_symmetric=is_symmetric, seed=3 if act_order else None)
         tensors = {
-            "weight_packed": torch.from_numpy(whole_words(made.codes, bits)),
+            "weight_packed": torch.from_numpy(pack(made.codes, bits)),
             "weight_scale": torch.from_numpy(made.scale).to(torch.float16),
             "weight_shape": torch.tensor(weight.shape),
         }
         if not is_symmetric:
-            tensors["weight_zero_point"] = torch.from_numpy(whole_words(made.zero.T, bits).T.copy())
+            tensors["weight_zero_point"] = torch.from_numpy(pack(made.zero.T, bits).T.copy())
         if act_order:
             tensors["weight_g_idx"] = torch.from_numpy(made.group.astype(np.int32))
         return Written(tensors, made.weight)

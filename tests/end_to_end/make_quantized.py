@@ -440,7 +440,7 @@ def recipes(*, divides_by_128: bool) -> dict[str, Recipe]:
     for bits in (2, 3, 4, 8):
         found[f"gm-{bits}bit-g64-act-order"] = gptqmodel(bits, 64, desc_act=True)
         found[f"gm-{bits}bit-g64-v2"] = gptqmodel(bits, 64, "gptq_v2", sym=False)
-    found["gm-4bit-g-1"] = gptqmodel(4, -1)
+    found["gm-4bit-g-1"] = gptqmodel(4, -1, act_group_aware=False)
     found["gm-4bit-g64-act-order-asym"] = gptqmodel(4, 64, desc_act=True, sym=False)
     found["gm-4bit-dynamic"] = gptqmodel(
         4, 64, dynamic={r"+:.*\.down_proj": {"bits": 8, "group_size": 32}, r"-:.*\.o_proj": {}}

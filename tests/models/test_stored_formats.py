@@ -13,6 +13,13 @@ from transformers import LlamaForCausalLM
 from batchgen.errors import ModelError
 from batchgen.tiny_checkpoints import SIZES, awq, float8, gptq, packed_integers, plain_integers, write_pair
 from batchgen.tiny_models import random_ids
+from batchgen.tiny_tool_checkpoints import (
+    auto_round,
+    float8_rows,
+    one_to_a_byte,
+    outlier_integers,
+    table_bits,
+)
 
 PROMPTS = [random_ids(21, seed=1), random_ids(9, seed=2)]
 PLAN = [[21, 4], [0, 4], [0, 1]]
@@ -28,7 +35,14 @@ FORMATS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] =
     "awq": (awq, (32,), {}),
     "awq with layers in floats": (awq, (32,), {"skipped": ("layers.1.mlp", "o_proj")}),
     **{f"packed {bits} bits": (packed_integers, (bits, 32), {}) for bits in (2, 3, 4, 5, 8)},
+    **{f"packed {bits} bits, older": (packed_integers, (bits, 32), {"is_old": True}) for bits in (3, 5)},
     "packed with zero points": (packed_integers, (4, 32), {"is_symmetric": False}),
+    "packed 3 bits with zero points": (packed_integers, (3, 32), {"is_symmetric": False}),
+    "packed 3 bits with zero points, older": (
+        packed_integers,
+        (3, 32),
+        {"is_symmetric": False, "is_old": True},
+    ),
     "packed act-order": (packed_integers, (4, 32), {"act_order": True}),
     "packed one group": (packed_integers, (4, -1), {}),
     "integers of 8 bits": (plain_integers, (), {"rounds_inputs": False}),
@@ -37,6 +51,18 @@ FORMATS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] =
     "float8 compressed, outputs": (float8, ("channel",), {"style": "compressed"}),
     "float8 compressed, blocks": (float8, ("block",), {"style": "compressed"}),
     "float8 modelopt": (float8, ("tensor",), {"style": "modelopt"}),
+    "bitsandbytes nf4": (table_bits, ("nf4",), {}),
+    "bitsandbytes nf4, double": (table_bits, ("nf4",), {"is_nested": True}),
+    "bitsandbytes fp4": (table_bits, ("fp4",), {}),
+    "bitsandbytes fp4 in bfloat16": (table_bits, ("fp4",), {"storage": torch.bfloat16}),
+    "bitsandbytes 8 bits": (outlier_integers, (), {}),
+    "torchao 8 bits": (one_to_a_byte, (8, -1), {}),
+    "torchao 4 bits": (one_to_a_byte, (4, 32), {}),
+    "torchao 3 bits with zero points": (one_to_a_byte, (3, 32), {"is_symmetric": False}),
+    "torchao float8": (float8_rows, (), {}),
+    "auto-round, gptq": (auto_round, ("auto_round:auto_gptq", 4, 32), {}),
+    "auto-round, gptq version 2": (auto_round, ("auto_round", 3, 32), {}),
+    "auto-round, awq": (auto_round, ("auto_round:auto_awq", 4, 32), {}),
 }
 
 
@@ -139,6 +165,9 @@ def test_weights_stay_in_their_bits(pair: Any, decoder: Any) -> None:
         ("packed 4 bits", {"config_groups": {}}, "config_groups"),
         ("float8 modelopt", {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4' is not built"),
         ("awq", {"quant_method": "quip"}, "quip"),
+        ("bitsandbytes nf4", {"bnb_4bit_quant_type": "nf3"}, "bnb_4bit_quant_type 'nf3' is not built"),
+        ("torchao 8 bits", {"quant_type": "int4_weight_only"}, "quant_type 'int4_weight_only' is not built"),
+        ("auto-round, gptq", {"packing_format": "auto_round:mxfp"}, "packing_format 'auto_round:mxfp'"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(

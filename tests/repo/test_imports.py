@@ -72,6 +72,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "counting": (*BASE, "engine.scheduler_output", "worker.executor", "whole_steps"),
     "whole_steps": (*BASE, "engine.scheduler_output"),
     "tiny_checkpoints": ("tiny_models",),
+    "tiny_tool_checkpoints": ("tiny_checkpoints",),
     "tiny_models": (*BASE, *MODEL_PARTS, "tokenizer"),
     "testing": (
         *BASE,
