@@ -1,7 +1,8 @@
 """Checkpoints in auto-round's own form: GPTQ's layout without g_idx, or AWQ's, and a config that says which.
 
-`packing_format` is "auto_round:auto_gptq" (GPTQ's version 1), "auto_round" or "auto_round:gptqmodel" (version 2), or
-"auto_round:auto_awq". `extra_config` has other values for some modules, by name or pattern; 16 bits mean floats there.
+`packing_format` is "auto_round:auto_gptq" (GPTQ's version 1), "auto_round" or "auto_round:gptqmodel" (version
+2), or "auto_round:auto_awq". `extra_config` has other values for some modules, by name or pattern; 16 bits
+mean floats there.
 """
 
 import re

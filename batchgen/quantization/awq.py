@@ -1,11 +1,13 @@
-"""AWQ checkpoints in the GEMM layout: 4 bits along the outputs, a scale and a zero point for each group of inputs.
+"""AWQ checkpoints in the GEMM layout: 4 bits, with a scale and a zero point for each group of inputs.
 
-Layout (AutoAWQ, auto-round): qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales float16 [G, N]. The eight codes
-of a word are those of columns 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first.
+Layout (AutoAWQ, auto-round): qweight int32 [K, N / 8], packed along the outputs, qzeros int32 [G, N / 8],
+scales float16 [G, N]. The eight codes of a word are those of columns 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits
+first.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +30,9 @@ class AWQScheme:
 
     group_size: int
 
-    layouts = {"qweight": _IN_FIRST, "qzeros": _IN_FIRST, "scales": _IN_FIRST}
+    layouts: ClassVar[Mapping[str, ParameterLayout]] = dict.fromkeys(
+        ("qweight", "qzeros", "scales"), _IN_FIRST
+    )
     optional = frozenset[str]()
     input_bits = None
 
@@ -59,8 +63,8 @@ class AWQ(Stored):
         version, bits = self.config.get("version", "gemm"), self.config.get("bits", 4)
         if str(version).lower() != "gemm" or bits != 4:
             raise UnsupportedModelError(
-                f"{self.name}: quantization_config: AWQ of version {version!r} and {bits!r} bits is not built (built: "
-                f"version gemm, 4 bits)"
+                f"{self.name}: quantization_config: AWQ of version {version!r} and {bits!r} bits is not "
+                f"built (built: version gemm, 4 bits)"
             )
         self._whole = AWQScheme(self.config.get("group_size", 128))
         self._floats_in = tuple(self.config.get("modules_to_not_convert") or ())

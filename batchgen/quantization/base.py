@@ -82,8 +82,8 @@ class LinearMethod(ABC):
 
     # Ends of names of tensors that a checkpoint of its form holds beside the weights, and nobody here needs.
     unused: ClassVar[tuple[str, ...]] = ()
-    # What is added to the name of a tensor gives the names of those beside it; where one of these is there, the tensor
-    # holds bytes, whatever its dtype.
+    # What is added to the name of a tensor gives the names of those beside it; where one of these is there,
+    # the tensor holds bytes, whatever its dtype.
     beside_bytes: ClassVar[tuple[str, ...]] = ()
     at_load: ClassVar[bool] = False
     has_rows: ClassVar[bool] = False

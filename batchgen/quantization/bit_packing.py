@@ -22,13 +22,13 @@ def unpack_stream(words: Tensor, bits: int, dim: int, count: int | None = None) 
 
 
 def unpack_words(words: Tensor, bits: int, dim: int, count: int) -> Tensor:
-    """Numbers of which each word holds as many as fit whole, the lowest bits first; `count` along the dimension."""
+    """Numbers of which each word holds as many as fit whole, the lowest bits first: `count` of them."""
     per_word = 32 // bits
     if 32 % bits == 0:
         return unpack_stream(words, bits, dim).narrow(dim, 0, count)
     moved = words.movedim(dim, -1)
     shifts = torch.arange(per_word, dtype=torch.int32) * bits
-    unpacked = (moved.unsqueeze(-1) >> shifts & (2**bits - 1)).to(torch.uint8).flatten(-2)
+    unpacked: Tensor = (moved.unsqueeze(-1) >> shifts & (2**bits - 1)).to(torch.uint8).flatten(-2)
     return unpacked[..., :count].movedim(-1, dim)
 
 

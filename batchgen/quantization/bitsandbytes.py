@@ -1,10 +1,10 @@
 """Checkpoints of bitsandbytes: 4 bits that stand for entries of a table (nf4, fp4), and integers of 8 bits.
 
-Layout: 4 bits: weight uint8 [N * K / 2, 1], two codes to a byte, the first above; weight.absmax [N * K / blocksize], a scale for
-each stretch of blocksize codes; weight.quant_map [16], the table; weight.quant_state.bitsandbytes__nf4 (or fp4), JSON. With
-double quantization absmax is uint8, an entry of weight.nested_quant_map [256] times weight.nested_absmax, plus an offset.
-8 bits: weight int8 [N, K], SCB float32 [N], 127 times the scale; the outliers that its own kernels keep in halves are no
-part of a file.
+Layout: 4 bits: weight uint8 [N * K / 2, 1], two codes to a byte, the first above; weight.absmax [N * K /
+blocksize], a scale for each stretch of blocksize codes; weight.quant_map [16], the table;
+weight.quant_state.bitsandbytes__nf4 (or fp4), JSON. With double quantization absmax is uint8, an entry of
+weight.nested_quant_map [256] times weight.nested_absmax, plus an offset. 8 bits: weight int8 [N, K], SCB
+float32 [N], 127 times the scale; the outliers that its own kernels keep in halves are no part of a file.
 """
 
 import json
@@ -71,7 +71,8 @@ class FourBits:
             if stored.dtype is not torch.float32:
                 # A checkpoint saved after it had run holds them turned, for its own kernels.
                 raise WeightsError(
-                    f"weight.absmax is stored as {stored.dtype}, not float32: save the checkpoint before it generates"
+                    f"weight.absmax is stored as {stored.dtype}, not float32: save the checkpoint before it "
+                    f"generates"
                 )
             return stored
         missing = sorted(_NESTED - tensors.keys())
@@ -80,14 +81,15 @@ class FourBits:
         block, offset = state.get("nested_blocksize", 256), state.get("nested_offset", 0.0)
         table = want_shape(tensors, "weight.nested_quant_map", 256).to(torch.float32)
         coarse = want_shape(tensors, "weight.nested_absmax", -(-count // block)).to(torch.float32)
-        return table[stored.long()] * coarse.repeat_interleave(block)[:count] + offset
+        scale: Tensor = table[stored.long()] * coarse.repeat_interleave(block)[:count] + offset
+        return scale
 
 
 @dataclass(frozen=True, slots=True)
 class EightBits:
     """LLM.int8()."""
 
-    layouts = {
+    layouts: ClassVar[Mapping[str, ParameterLayout]] = {
         "weight": ParameterLayout(output_dim=0, input_dim=1),
         "SCB": ParameterLayout(output_dim=0, input_dim=None),
         "weight_format": _ALONE,
@@ -125,7 +127,8 @@ class BitsAndBytes(Stored):
             kind = config.get("bnb_4bit_quant_type", "fp4")
             if kind not in ("nf4", "fp4"):
                 raise UnsupportedModelError(
-                    f"{self.name}: quantization_config: bnb_4bit_quant_type {kind!r} is not built (built: nf4, fp4)"
+                    f"{self.name}: quantization_config: bnb_4bit_quant_type {kind!r} is not "
+                    f"built (built: nf4, fp4)"
                 )
             self._whole: Scheme = FourBits(kind)
         else:

@@ -1,9 +1,10 @@
 """Checkpoints of compressed-tensors (llm-compressor): integers packed or plain, and floats of 8 bits.
 
-Layout: pack-quantized: weight_packed int32 [N, K * bits / 32], a stream of codes along K with half their range added (older
-versions put as many in a word as fit whole), weight_scale [N, G], weight_zero_point int32 [N * bits / 32, G] packed along N,
-weight_g_idx [K]; int-quantized: weight int8 [N, K]; float-quantized: weight float8 [N, K]; naive-quantized: either. Scales
-are one for all, for each output, for each group of inputs or for each block.
+Layout: pack-quantized: weight_packed int32 [N, K * bits / 32], a stream of codes along K with half their
+range added (older versions put as many in a word as fit whole), weight_scale [N, G], weight_zero_point int32
+[N * bits / 32, G] packed along N, weight_g_idx [K]; int-quantized: weight int8 [N, K]; float-quantized:
+weight float8 [N, K]; naive-quantized: either. Scales are one for all, for each output, for each group of
+inputs or for each block.
 """
 
 from collections.abc import Iterator, Mapping
@@ -101,7 +102,7 @@ class IntegerScheme:
         )
 
     def _unpacked(self, words: Tensor, name: str, shape: tuple[int, int], dim: int) -> Tensor:
-        """Codes of a shape, packed along a dimension: as a stream or, as older versions did, whole ones in each word."""
+        """Codes packed along a dimension: a stream or, as older versions did, whole ones in each word."""
         packed, whole = list(shape), list(shape)
         packed[dim], whole[dim] = -(-shape[dim] * self.bits // 32), -(-shape[dim] // (32 // self.bits))
         if list(words.shape) == whole:
@@ -154,7 +155,7 @@ class CompressedTensors(Stored):
             raise self._not_built("config_groups", groups, "one or more")
         for name, group in groups.items():
             where = f"config_groups.{name}"
-            form = group.get("format") or config.get("format")
+            form = str(group.get("format") or config.get("format"))
             yield tuple(group.get("targets") or ("Linear",)), self._read_group(group, form, where)
 
     def _read_group(self, group: Mapping[str, Any], form: str, where: str) -> Scheme:
@@ -165,8 +166,12 @@ class CompressedTensors(Stored):
                 raise self._not_built(
                     f"{where}.format", f"{form}, floats of {bits} bits", "float-quantized, 8 bits"
                 )
-            block = weights.get("block_structure")
-            return Float8Scheme("weight_scale", (block[0], block[1]) if strategy == "block" else None)
+            if strategy != "block":
+                return Float8Scheme("weight_scale")
+            rows, columns = weights.get("block_structure") or (0, 0)
+            if min(rows, columns) < 1:
+                raise self._not_built(f"{where}.weights.block_structure", (rows, columns), "two numbers")
+            return Float8Scheme("weight_scale", (rows, columns))
         if form != _PACKED and form not in _INTEGERS:
             raise self._not_built(f"{where}.format", form, "pack-quantized, int-quantized, float-quantized")
         if not 2 <= bits <= 8:

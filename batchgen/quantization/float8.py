@@ -1,8 +1,8 @@
 """Weights as floats of 8 bits, with one scale for all, for each output, or for each block: FP8 checkpoints.
 
-`fp8` is the style of DeepSeek (weight, and weight_scale_inv for each block of 128 x 128) and of plain FP8 checkpoints
-(weight_scale); `modelopt` that of ModelOpt. Scales of activations are not used: activations stay floats here, which loses
-less.
+`fp8` is the style of DeepSeek (weight, and weight_scale_inv for each block of 128 x 128) and of plain FP8
+checkpoints (weight_scale); `modelopt` that of ModelOpt. Scales of activations are not used: activations stay
+floats here, which loses less.
 """
 
 from collections.abc import Mapping

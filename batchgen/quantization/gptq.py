@@ -1,14 +1,14 @@
 """GPTQ checkpoints: 2, 3, 4 or 8 bits along the inputs, a scale and a zero point for each group of them.
 
-Layout (AutoGPTQ, gptqmodel, auto-round): qweight int32 [K * bits / 32, N], a stream of codes along K; qzeros int32
-[G, N * bits / 32], one along N, which in format version 1 are one less than the zero points; scales float16 [G, N];
-g_idx int32 [K], the group of each input, which act-order scatters.
+Layout (AutoGPTQ, gptqmodel, auto-round): qweight int32 [K * bits / 32, N], a stream of codes along K; qzeros
+int32 [G, N * bits / 32], one along N, which in format version 1 are one less than the zero points; scales
+float16 [G, N]; g_idx int32 [K], the group of each input, which act-order scatters.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class GPTQScheme:
     group_size: int
     zero_offset: int
 
-    layouts = {
+    layouts: ClassVar[Mapping[str, ParameterLayout]] = {
         "qweight": _IN_FIRST,
         "qzeros": _IN_FIRST,
         "scales": _IN_FIRST,
@@ -91,7 +91,8 @@ class GPTQ(Stored):
         form = self.config.get("checkpoint_format") or self.config.get("format") or "gptq"
         if form not in ("gptq", "gptq_v2"):
             raise UnsupportedModelError(
-                f"{self.name}: quantization_config: checkpoint_format {form!r} is not built (built: gptq, gptq_v2)"
+                f"{self.name}: quantization_config: checkpoint_format {form!r} is not "
+                f"built (built: gptq, gptq_v2)"
             )
         self._zero_offset = 1 if form == "gptq" else 0
         self._whole = self._scheme_of(self.config, "quantization_config")

@@ -1,7 +1,8 @@
 """Stored: weights in the form in which a checkpoint holds them, kept in few bits and multiplied from there.
 
-A format says by `scheme` how each module is stored; a scheme names the tensors and makes of them a weight of few
-bits. What a checkpoint leaves in floats is an `Unquantized` layer. A fused layer keeps a weight for each of its parts.
+A format says by `scheme` how each module is stored; a scheme names the tensors and makes of them a weight of
+few bits. What a checkpoint leaves in floats is an `Unquantized` layer. A fused layer keeps a weight for each
+of its parts.
 """
 
 import re
@@ -74,8 +75,8 @@ class Stored(LinearMethod):
     """
 
     def __init__(
-        self, kernels: Kernels, dtype: torch.dtype, device: torch.device, config: Mapping[str, Any] | None = None,
-        name: str = "",
+        self, kernels: Kernels, dtype: torch.dtype, device: torch.device,
+        config: Mapping[str, Any] | None = None, name: str = "",
     ):  # fmt: skip
         super().__init__(kernels, dtype, device, config, name)
         self._floats = Unquantized(kernels, dtype, device)
@@ -195,7 +196,7 @@ def module_names(name: str) -> list[str]:
 
 
 def is_listed(module: str, listed: Iterable[str]) -> bool:
-    """Whether a list of modules names one: whole, by its last words, by the folder it is in, or by "re:" pattern."""
+    """Whether a list names a module: whole, by its last words, by its folder, or by "re:" pattern."""
     for entry in listed:
         if entry.startswith("re:"):
             if re.match(entry[3:], module):

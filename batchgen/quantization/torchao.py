@@ -1,7 +1,8 @@
-"""Checkpoints of torchao, as transformers saves them: integers with a scale and a zero point for each group of inputs.
+"""Checkpoints of torchao, as transformers saves them: a byte a number, scales for groups of inputs.
 
-Layout: _weight_qdata int8 [N, K], one number to a byte whatever its bits, _weight_scale [N, G], _weight_zero_point [N, G] or
-none; floats of 8 bits the same without zero points. What is said of activations is not used: they stay floats here.
+Layout: _weight_qdata int8 [N, K], one number to a byte whatever its bits, _weight_scale [N, G],
+_weight_zero_point [N, G] or none; floats of 8 bits the same without zero points. What is said of activations
+is not used: they stay floats here.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,11 @@ _WEIGHT = ParameterLayout(output_dim=0, input_dim=1)
 class NumberScheme:
     """Integers or floats, whichever the bytes are; how large a group is follows from the number of scales."""
 
-    layouts = {"_weight_qdata": _WEIGHT, "_weight_scale": _WEIGHT, "_weight_zero_point": _WEIGHT}
+    layouts: ClassVar[Mapping[str, ParameterLayout]] = {
+        "_weight_qdata": _WEIGHT,
+        "_weight_scale": _WEIGHT,
+        "_weight_zero_point": _WEIGHT,
+    }
     optional = frozenset({"_weight_zero_point"})
     input_bits = None
 
@@ -74,7 +79,8 @@ class TorchAO(Stored):
 
     built: ClassVar[tuple[str, ...]] = (
         "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig",
-        "Int8DynamicActivationIntxWeightConfig", "Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig",
+        "Int8DynamicActivationIntxWeightConfig", "Float8WeightOnlyConfig",
+        "Float8DynamicActivationFloat8WeightConfig",
     )  # fmt: skip
 
     @override
@@ -84,7 +90,8 @@ class TorchAO(Stored):
         kind = default.get("_type") if isinstance(default, Mapping) else default
         if kind not in self.built:
             raise UnsupportedModelError(
-                f"{self.name}: quantization_config: quant_type {kind!r} is not built (built: {', '.join(self.built)})"
+                f"{self.name}: quantization_config: quant_type {kind!r} is not built (built: "
+                f"{', '.join(self.built)})"
             )
         self._floats_in = ("lm_head", *(self.config.get("modules_to_not_convert") or ()))
 
