@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernels.bench_linear_coded --threads 2 --rows 1 8 64 512
 
-All take turns, so a drift of the machine hits all; what one thread alone does is measured in its own CPU time. Each
-goes round copies of the weight that exceed the caches where those of the float layer do, as the layers of a model
-do. What counts is the ratio: how many times as fast as the float layer the fastest repeat is. `spread` has the
-milliseconds of all.
+All take turns, so a drift of the machine hits all; what one thread alone does is measured in its own CPU
+time. Each goes round copies of the weight that exceed the caches where those of the float layer do, as the
+layers of a model do. What counts is the ratio: how many times as fast as the float layer the fastest repeat
+is. `spread` has the milliseconds of all.
 """
 
 import time

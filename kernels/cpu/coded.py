@@ -7,6 +7,7 @@ from typing_extensions import override
 from batchgen.kernels.backend import PackedLinear
 from batchgen.kernels.coded import Coded, float8_values
 from batchgen.kernels.cpu.calls import Calls, Operation
+from batchgen.kernels.cpu.library import Library
 from batchgen.kernels.cpu.memory import Arena
 
 _LINEAR = Operation("linear_coded", "pnppnspppppnnnnnnnn", door="linear")
@@ -35,10 +36,10 @@ class CpuCodedLinear(PackedLinear):
         library.coded_pack(
             codes.data_ptr(), self.codes.data_ptr(), *codes.shape, coded.bits, torch.get_num_threads()
         )
-        self.scales = _in_panels(coded.scale, library.panel)
+        self.scales = _in_panels(library, coded.scale)
         beside = coded.zero if coded.least is None else coded.least
         self.offset = _NONE if beside is None else _ZERO if coded.least is None else _LEAST
-        self.offsets = None if beside is None else _in_panels(beside, library.panel)
+        self.offsets = None if beside is None else _in_panels(library, beside)
         self.table = None if coded.table is None else _padded(coded.table)
         self.value = _CODE if self.table is None else _E4M3 if _is_e4m3(coded) else _TABLE
         self.groups = None if coded.groups is None else coded.groups.to(torch.int32).contiguous()
@@ -69,20 +70,23 @@ def _padded(table: Tensor) -> Tensor:
 
 
 def _is_e4m3(coded: Coded) -> bool:
-    """Whether the table holds those floats: computing them takes a fraction of the time of looking them up."""
+    """Whether codes are such floats: computing these takes a fraction of the time of looking them up."""
     if coded.table is None or coded.bits != 8 or coded.zero is not None or coded.least is not None:
         return False
-    # The kernel multiplies scales by 256 first.
+    numbers = float8_values(torch.float8_e4m3fn)
+    is_number = numbers.isfinite()
+    if not torch.equal(coded.table.to(torch.float32)[is_number], numbers[is_number]):
+        return False
+    # The kernel multiplies scales by 256 first, and knows no codes that stand for no number.
     is_in_range = not bool((coded.scale.to(torch.float32).abs() > 2.0**119).any())
-    return is_in_range and torch.equal(
-        coded.table.to(torch.float32), float8_values(torch.float8_e4m3fn).nan_to_num(480.0)
-    )
+    return is_in_range and not bool((coded.codes & 127 == 127).any())
 
 
-def _in_panels(per_group: Tensor, panel: int) -> Tensor:
+def _in_panels(library: Library, per_group: Tensor) -> Tensor:
     """[N, G] -> [panels, G, panel], zeros past N."""
+    per_group = per_group.contiguous()
     outputs, groups = per_group.shape
-    panels = -(-outputs // panel)
-    laid = per_group.new_zeros(panels * panel, groups)
-    laid[:outputs] = per_group
-    return laid.view(panels, panel, groups).transpose(1, 2).contiguous()
+    packed = per_group.new_zeros(-(-outputs // library.panel) * library.panel * groups)
+    item_bytes, threads = per_group.element_size(), torch.get_num_threads()
+    library.coded_pack_groups(per_group.data_ptr(), packed.data_ptr(), outputs, groups, item_bytes, threads)
+    return packed

@@ -1,4 +1,4 @@
-/* Packs codes, a byte each, into panels of a few bits (coded.h). */
+/* Packs codes, a byte each, into panels of a few bits, and what belongs to their groups beside them (coded.h). */
 #include <string.h>
 
 #include "coded.h"
@@ -43,6 +43,26 @@ void bg_coded_pack(const uint8_t *codes, uint8_t *packed, int64_t columns, int64
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
             }
+        }
+    }
+}
+
+INLINE void pack_group(const char *from, char *to, int64_t width, int64_t groups, const int bytes) {
+    for (int64_t c = 0; c < width; c++) memcpy(to + c * bytes, from + c * groups * bytes, (size_t)bytes);
+}
+
+/* values [columns, groups] of 1, 2 or 4 bytes -> packed [panels][groups][PANEL], zeros past the last column. */
+void bg_coded_pack_groups(const char *values, char *packed, int64_t columns, int64_t groups, int64_t bytes, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t panel = 0; panel < coded_panels(columns); panel++) {
+        int64_t width = columns - panel * PANEL < PANEL ? columns - panel * PANEL : PANEL;
+        char *to = packed + panel * groups * PANEL * bytes;
+        memset(to, 0, (size_t)(groups * PANEL * bytes));
+        for (int64_t g = 0; g < groups; g++, to += PANEL * bytes) {
+            const char *from = values + (panel * PANEL * groups + g) * bytes;
+            if (bytes == 1) pack_group(from, to, width, groups, 1);
+            else if (bytes == 2) pack_group(from, to, width, groups, 2);
+            else pack_group(from, to, width, groups, 4);
         }
     }
 }

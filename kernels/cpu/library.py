@@ -18,6 +18,7 @@ _SIGNATURES: dict[str, str] = {
     "bg_int8_bytes": "nn:n",
     "bg_int8_pack": "ppppnnni:",
     "bg_coded_pack": "ppnnni:",
+    "bg_coded_pack_groups": "ppnnni:",
     "bg_int8_use_amx": "n:n",
     "bg_int8_is_fast": ":n",
     "bg_run": "pnpi:n",
@@ -56,6 +57,7 @@ class Library:
         self.linear_pack = function("bg_linear_pack")
         self.int8_bytes, self.int8_pack = function("bg_int8_bytes"), function("bg_int8_pack")
         self.coded_pack = function("bg_coded_pack")
+        self.coded_pack_groups = function("bg_coded_pack_groups")
         self.int8_is_fast = function("bg_int8_is_fast")
         self.int8_use_amx = function("bg_int8_use_amx")
         self.attention_plan_new = function("bg_attention_plan_new")

@@ -1,21 +1,21 @@
 /* Linear layer on weights of a few bits (coded.h): x [M, K] · weightᵀ + bias.
  *
  * A thread decodes a piece of some panels and multiplies it as linear.c does: so the bits are those of the float layer on the
- * decoded weight, for any number of rows. A piece stays in the L2 cache while all rows pass over it. If they make one tile, each
- * weight is needed once: then so little is decoded at a time that it stays in the L1 cache, and chains of sums go on over it. */
+ * decoded weight, for any number of rows. A piece stays in the L2 cache while all rows pass over it. If rows are few, so little
+ * is decoded at a time that it stays in the L1 cache, and sums are taken up again for each stretch; a single row is multiplied
+ * as its weights are decoded. */
 #include <string.h>
 
 #include "coded.h"
 #include "kernels.h"
 
 #define ROWS LINEAR_ROWS
-/* Floats that are decoded at a time for a single tile of rows. */
+/* Floats that are decoded at a time for few rows. */
 #define STRETCH 4096
 /* Panels side by side for one row, so that enough sums are under way; half as many for two rows and for three. */
 #define PANELS 4
-/* Rows that are so few. */
-#define FEW 12
-#define MOST_SUMS 64
+/* Rows that are so few: beyond them sums come and go too often. */
+#define FEW_ROWS (3 * ROWS)
 
 typedef struct {
     const float *x;
@@ -101,7 +101,7 @@ static void one_row(const LinearCoded *p, int64_t panel, int64_t panel_end) {
 
 /* Some rows times panels [panel, panel_end). */
 static void few_rows(const LinearCoded *p, int rows, int64_t panel, int64_t panel_end) {
-    float decoded[STRETCH] __attribute__((aligned(64))), sums[MOST_SUMS * PANEL];
+    float decoded[STRETCH] __attribute__((aligned(64))), sums[FEW_ROWS * PANEL];
     int tiles = (rows + ROWS - 1) / ROWS, side_by_side = panels_at_once(rows);
     CodedDecode *decode = coded_decoder(&p->weight);
     int64_t all = p->weight.depth, piece = linear_piece(all);
@@ -167,7 +167,7 @@ static void linear_coded_run(const void *args, Step *step, int64_t chunk, int64_
     int64_t rows = step_size(step, p->rows), panels = coded_panels(p->weight.columns);
     int64_t first = chunk_begin(panels, chunk, of), end = chunk_begin(panels, chunk + 1, of);
     if (rows == 1) one_row(p, first, end);
-    else if (rows <= FEW) few_rows(p, (int)rows, first, end);
+    else if (rows <= FEW_ROWS) few_rows(p, (int)rows, first, end);
     else if (many_rows(p, rows, first, end)) step_fail(step, NO_MEMORY);
 }
 

@@ -99,6 +99,14 @@ def test_floats_of_eight_bits(make_kernels, name):
     )
 
 
+def test_floats_of_eight_bits_that_are_no_numbers_are_what_the_table_says(make_kernels):
+    table = float8_values(torch.float8_e4m3fn).nan_to_num(480.0)
+    codes = torch.tensor([0x7F, 0xFF, 1, 0x81], dtype=torch.uint8).repeat(5, 8)
+    _assert_same_as_decoded(
+        make_kernels(), Coded(codes=codes, bits=8, scale=torch.rand(5, 1), group_size=32, table=table)
+    )
+
+
 def test_product_is_the_one_of_float64(make_kernels):
     kernels, coded, x = make_kernels(), _coded(96, 576, 3, beside="zero"), _draw(9, 576, seed=3)
     expected = x.double() @ coded.dense().double().T
