@@ -1,4 +1,4 @@
-"""Checkpoints by the formats' own tools (make_quantized.py): weights as the tool decodes them, logits, greedy tokens."""
+"""Checkpoints by the formats' own tools (make_quantized.py): their weights, logits and greedy tokens."""
 
 import json
 import os
@@ -73,7 +73,8 @@ def test_logits_and_greedy_tokens(made: Path) -> None:
     lengths = [int(right[f"length.{number}"]) for number in range(count)]
     logits = [right[f"logits.{number}"] for number in range(count)]
     with LLM(
-        str(made), in_process=True, dtype="float32", kv_cache_dtype="float32", max_model_len=256, max_logprobs=-1
+        str(made), in_process=True, dtype="float32", kv_cache_dtype="float32", max_model_len=256,
+        max_logprobs=TOP,
     ) as llm:  # fmt: skip
         scored = llm.generate(
             [{"prompt_token_ids": each} for each in ids],
