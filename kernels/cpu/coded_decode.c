@@ -1,8 +1,8 @@
 /* Decodes weights of a few bits (coded.h): a function for each kind of code, chosen once. */
 #include "coded_vector.h"
 
-/* Bytes that codes are fetched ahead. */
-#define AHEAD 1024
+/* Inputs that codes are fetched ahead. */
+#define AHEAD 128
 
 INLINE Floats wide_at(const char *row, int64_t type) {
     if (type == KV_FLOAT16) return (Floats){kv_load(row, 0, KV_FLOAT16), kv_load(row, VW, KV_FLOAT16)};
@@ -41,7 +41,7 @@ INLINE void decode(const Coded *p, int64_t panel, int64_t k, int64_t end, const 
         if (value == VALUE_E4M3) scale.left = scale.left * vf_set1(E4M3_UNIT), scale.right = scale.right * vf_set1(E4M3_UNIT);
 #pragma GCC unroll 4
         for (int64_t i = k; i < run; i++, from += bytes) {
-            __builtin_prefetch(from + AHEAD, 0, 3);
+            __builtin_prefetch(from + AHEAD * bytes, 0, 3);
             Floats all = values_at(from, entry, table, bits, value);
             if (offset == OFFSET_ZERO) all.left = all.left - beside.left, all.right = all.right - beside.right;
             all.left = all.left * scale.left, all.right = all.right * scale.right;
