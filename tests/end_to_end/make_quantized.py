@@ -29,6 +29,7 @@ from quantized_tools import (
     Weights,
     auto_round,
     bitsandbytes,
+    deepseek,
     float_model,
     gptqmodel,
     llmcompressor,
@@ -246,6 +247,7 @@ def recipes(*, divides_by_128: bool) -> dict[str, Recipe]:
         "ao-float8": torchao("Float8WeightOnlyConfig"),
     }  # fmt: skip
     if divides_by_128:
+        found["fp8-deepseek"] = deepseek(128)
         found["ct-fp8-block"] = llmcompressor("FP8_BLOCK")
     return found
 

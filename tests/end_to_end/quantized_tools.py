@@ -76,7 +76,8 @@ def auto_round(form: str, bits: int, group_size: int, is_symmetric: bool = True)
     def read(model: Any, out: Path) -> Weights:
         if form == "auto_gptq":  # its own layers read symmetric ones alone
             return gptqmodel(bits, group_size).read(model, out)
-        if "awq" in form:
+        config = json.loads((out / "config.json").read_text())["quantization_config"]
+        if "awq" in config.get("packing_format", form):  # its own form may be that, too
             return by_awq(out, group_size)
         from transformers import AutoRoundConfig
 
@@ -85,7 +86,7 @@ def auto_round(form: str, bits: int, group_size: int, is_symmetric: bool = True)
         loaded = AutoModelForCausalLM.from_pretrained(out, **settings)
         return by_identity(model, torch.nn.Module.float(loaded))
 
-    return Recipe("auto-round", make, read, reader=None if form == "auto_round" else "gptqmodel")
+    return Recipe("auto-round", make, read, reader="gptqmodel")
 
 
 def by_awq(out: Path, group_size: int) -> Weights:
@@ -274,3 +275,35 @@ def torchao(kind: str, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> 
         return found
 
     return Recipe("torchao", make, read)
+
+
+def deepseek(block: int) -> Recipe:
+    """8-bit floats in blocks: transformers reads them anywhere, but makes them on a GPU alone."""
+
+    def make(model: Path, out: Path) -> None:
+        shutil.copytree(model, out)
+        tensors = stored_tensors(model)
+        for name, _ in linears(float_model(model)):
+            if name == "lm_head":
+                continue
+            wide = tensors.pop(f"{name}.weight").float()
+            blocks = wide.unflatten(0, (-1, block)).unflatten(2, (-1, block))
+            scale = blocks.abs().amax(dim=(1, 3)) / 448
+            spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+            tensors[f"{name}.weight"] = (wide / spread).to(torch.float8_e4m3fn)
+            tensors[f"{name}.weight_scale_inv"] = scale
+        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((out / "config.json").read_text())
+        config["quantization_config"] = {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]
+        }  # fmt: skip
+        (out / "config.json").write_text(json.dumps(config))
+
+    def read(model: Any, out: Path) -> Weights:
+        from transformers import FineGrainedFP8Config
+
+        settings = {"dtype": torch.float32, "quantization_config": FineGrainedFP8Config(dequantize=True)}
+        loaded = AutoModelForCausalLM.from_pretrained(out, **settings)
+        return {name: loaded.get_submodule(name).weight for name, _ in linears(model) if name != "lm_head"}
+
+    return Recipe("transformers", make, read)

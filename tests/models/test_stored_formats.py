@@ -179,6 +179,24 @@ def test_what_is_not_built_is_refused_by_name(
         decoder(stored)
 
 
+@pytest.mark.parametrize("name", ["packed 4 bits", "float8 one scale", "float8 modelopt"])
+def test_scales_of_keys_and_values_may_be_there(name: str, pair: Any, decoder: Any, run: Any) -> None:
+    stored, floats = pair(name)
+    owners = ("", "k_proj.", "v_proj.")
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for at in (0, 1):
+            for owner in owners:
+                tensors[f"model.layers.{at}.self_attn.{owner}k_scale"] = torch.tensor(0.5)
+                tensors[f"model.layers.{at}.self_attn.{owner}v_scale"] = torch.tensor([0.5])
+
+    change_tensors(stored, change)
+    for mine, right in zip(
+        run(decoder(stored), PROMPTS, PLAN), run(decoder(floats), PROMPTS, PLAN), strict=True
+    ):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
+
+
 def test_a_missing_scale_is_named(pair: Any, decoder: Any) -> None:
     stored, _ = pair("gptq 4 bits")
     change_tensors(stored, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.scales"))
