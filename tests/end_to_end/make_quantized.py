@@ -225,7 +225,6 @@ def recipes(*, divides_by_128: bool) -> dict[str, Recipe]:
         ),
         "ct-fp8-dynamic": llmcompressor("FP8_DYNAMIC"),
         "ct-fp8-static": llmcompressor("FP8", has_data=True),
-        "ct-kv-scales": llmcompressor("FP8_DYNAMIC", kv=True),
         "bnb-nf4": bitsandbytes(**nf4),
         "bnb-nf4-double": bitsandbytes(**nf4, bnb_4bit_use_double_quant=True),
         "bnb-fp4": bitsandbytes(load_in_4bit=True),

@@ -155,7 +155,7 @@ def calibration(model: Path) -> list[dict[str, list[int]]]:
 
 def llmcompressor(
     scheme: Any, *, dtype: torch.dtype = torch.bfloat16, has_data: bool = False, by_gptq: bool = False,
-    rounds_inputs: bool = False, kv: bool = False, skips: tuple[str, ...] = ("lm_head",),
+    rounds_inputs: bool = False, skips: tuple[str, ...] = ("lm_head",),
 ) -> Recipe:  # fmt: skip
     def make(model: Path, out: Path) -> None:
         from datasets import Dataset
@@ -168,10 +168,6 @@ def llmcompressor(
             schemes |= {"targets": "Linear", "scheme": scheme}
         else:
             schemes |= {"config_groups": {"group_0": {"targets": ["Linear"], **scheme}}}
-        if kv:
-            schemes["kv_cache_scheme"] = {
-                "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True
-            }  # fmt: skip
         data = {
             "dataset": Dataset.from_list(calibration(model)),
             "num_calibration_samples": 8,
@@ -179,7 +175,7 @@ def llmcompressor(
         }
         made = float_model(model, dtype)
         modifier = (GPTQModifier if by_gptq else QuantizationModifier)(**schemes)
-        oneshot(model=made, recipe=[modifier], **(data if has_data or by_gptq or kv else {}))
+        oneshot(model=made, recipe=[modifier], **(data if has_data or by_gptq else {}))
         made.save_pretrained(out, save_compressed=True)
 
     def read(model: Any, out: Path) -> Weights:
