@@ -21,8 +21,8 @@ log = logging.getLogger("batchgen.kernels")
 
 # The order is the order of the printed choices. `store_kv` follows `attention`: both must know one layout.
 OPERATIONS = (
-    "linear", "linear_int8", "linear_coded", "gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "quantize",
-    "attention", "store_kv", "sample", "score_tokens", "penalise",
+    "linear", "linear_int8", "linear_coded", "gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul",
+    "quantize", "attention", "store_kv", "sample", "score_tokens", "penalise",
 )  # fmt: skip
 
 # Which backends "auto" tries on a device, best first.

@@ -1,6 +1,7 @@
-"""Coded: a weight as codes of a few bits, with scales for groups of inputs; what checkpoints of 2 to 8 bits hold."""
+"""Coded: a weight as codes of a few bits, with scales for groups of inputs."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ class Coded:
         least: [N, G] of the dtype of `scale`, or None; not both it and `zero`.
         table: float32 [2 ** bits] or None.
         group_size: inputs of a group, one after the other; the last may have fewer. At most K.
-        groups: int32 [K], the group of each input, where they do not lie one after the other (GPTQ's act-order); then
-            `group_size` says nothing.
+        groups: int32 [K], the group of each input, where they do not lie one after the other (GPTQ's
+            act-order); then `group_size` says nothing.
     """
 
     codes: Tensor
@@ -47,11 +48,11 @@ class Coded:
 
     def to(self, device: str | torch.device) -> "Coded":
         """The same on a device."""
-        moved = {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in ((each.name, getattr(self, each.name)) for each in fields(self))
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in held.items() if isinstance(value, Tensor)
         }
-        return Coded(**moved)
+        return replace(self, **moved)
 
     def __getitem__(self, rows: slice) -> "Coded":
         """Some of the outputs, without a copy."""
@@ -77,5 +78,5 @@ class Coded:
 
 
 def float8_values(dtype: torch.dtype) -> Tensor:
-    """What the 256 bytes of an 8-bit float stand for: float32 [256], those that are no numbers NaN or infinite."""
+    """What the 256 bytes of an 8-bit float stand for: float32 [256], NaN or infinite for some."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)

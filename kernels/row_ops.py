@@ -65,7 +65,7 @@ class RowOps:
         """Lay a weight of a few bits out for `linear` of floats; it stays in these bits.
 
         Shapes: as Coded says; bias [N] or None, of any floating dtype.
-        Raises: ShapeError if the parts disagree; KernelError if a code, or a group of an input, is out of range.
+        Raises: ShapeError if the parts disagree; KernelError if a code or an input's group is out of range.
         """
         weight_checks.check_coded_weight(self.home, coded, bias)
         return self._pack_coded(coded, bias)

@@ -41,7 +41,7 @@ def check_int8_weight(home: Home, weight: Tensor, scale: Tensor, bias: Tensor | 
 
 
 def check_coded_weight(home: Home, coded: Coded, bias: Tensor | None) -> None:
-    """Want all parts of a `Coded` as it says, every code and group in range; bias [N] of any floating dtype."""
+    """Want all parts of a `Coded` as it says, codes and groups in range; bias [N] of any floating dtype."""
     (outputs, inputs), groups = coded.shape, coded.groups
     tensors = given(
         codes=coded.codes, scale=coded.scale, zero=coded.zero, least=coded.least, table=coded.table,

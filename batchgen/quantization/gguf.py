@@ -24,6 +24,11 @@ _ALONE = ParameterLayout(output_dim=None, input_dim=None)
 Parts = tuple[Tensor, Tensor, Tensor]
 
 
+def _split(block: Tensor, count: int, size: int) -> Tensor:
+    """The last dimension as `count` stretches of `size`."""
+    return block.reshape(*block.shape[:-1], count, size)
+
+
 def _halves(block: Tensor, at: int, count: int = 1) -> Tensor:
     """Floats of 16 bits from a byte on."""
     return block[..., at : at + 2 * count].contiguous().view(torch.float16)
@@ -88,7 +93,7 @@ def _q5_k(block: Tensor) -> Parts:
 
 
 def _q6_k(block: Tensor) -> Parts:
-    low, high = block[..., :128].unflatten(-1, (2, 64)), block[..., 128:192].unflatten(-1, (2, 32))
+    low, high = _split(block[..., :128], 2, 64), _split(block[..., 128:192], 2, 32)
     fours = torch.cat((low & 15, low >> 4), dim=-1)
     twos = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
     small = block[..., 192:208].contiguous().view(torch.int8).to(torch.float32)
@@ -97,7 +102,7 @@ def _q6_k(block: Tensor) -> Parts:
 
 def _pairs(block: Tensor) -> Tensor:
     """Codes of 2 bits: two halves, each four runs of 32, one for each two bits of its 32 bytes."""
-    halves = block.unflatten(-1, (2, 32))
+    halves = _split(block, 2, 32)
     return torch.cat([halves >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(-2)
 
 
@@ -107,7 +112,7 @@ def _stretches(block: Tensor, nibbles: Tensor) -> Parts:
     scales = torch.cat((small & 63, rest & 15 | small >> 2 & 48), dim=-1)
     leasts = torch.cat((least & 63, rest >> 4 | least >> 2 & 48), dim=-1)
     whole = _halves(block, 0, 2).to(torch.float32)
-    runs = nibbles.unflatten(-1, (4, 32))
+    runs = _split(nibbles, 4, 32)
     codes = torch.cat((runs & 15, runs >> 4), dim=-1).flatten(-2)
     return codes, whole[..., :1] * scales, -(whole[..., 1:] * leasts)
 
@@ -144,7 +149,7 @@ KINDS = {
 def decode_blocks(rows: Tensor, type_id: int) -> Coded:
     """Rows of blocks as a weight of few bits: uint8 [N, bytes of a row]; the type by its number in a file."""
     kind = KINDS[type_id]
-    codes, scale, offset = kind.parts(rows.unflatten(1, (-1, kind.block_bytes)))
+    codes, scale, offset = kind.parts(_split(rows, -1, kind.block_bytes))
     codes, scale = codes.flatten(1).contiguous(), scale.flatten(1).contiguous()
     if offset.dtype is torch.uint8:
         zero = torch.full_like(scale, int(offset.flatten()[0]), dtype=torch.uint8)
