@@ -82,7 +82,8 @@ def whole_words(codes: np.ndarray, bits: int) -> np.ndarray:
     padded[..., : codes.shape[-1]] = codes
     grouped = padded.reshape(*codes.shape[:-1], -1, per_word)
     shifted = grouped << (np.arange(per_word, dtype=np.uint64) * np.uint64(bits))
-    return shifted.sum(axis=-1).astype(np.uint32).view(np.int32)
+    words: np.ndarray = shifted.sum(axis=-1).astype(np.uint32).view(np.int32)
+    return words
 
 
 @dataclass
