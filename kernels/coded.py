@@ -54,15 +54,6 @@ class Coded:
         }
         return replace(self, **moved)
 
-    def __getitem__(self, rows: slice) -> "Coded":
-        """Some of the outputs, without a copy."""
-        return Coded(
-            codes=self.codes[rows], bits=self.bits, scale=self.scale[rows], group_size=self.group_size,
-            zero=None if self.zero is None else self.zero[rows],
-            least=None if self.least is None else self.least[rows],
-            table=self.table, groups=self.groups,
-        )  # fmt: skip
-
     def dense(self) -> Tensor:
         """The weight: float32 [N, K], one rounding for each difference, product and sum."""
         value = self.codes.to(torch.float32) if self.table is None else self.table[self.codes.long()]

@@ -84,12 +84,10 @@ class LinearLayer:
         if not self._waiting:
             self.method.process(self.weights, self.shape)
 
-    def expect(self, part: int, parameter: str) -> bool:
-        """Be told that a tensor will come, so that it is waited for. Returns whether the layer has it."""
-        if parameter not in self.layouts:
-            return False
-        self._waiting.add((part, parameter))
-        return True
+    def expect(self, part: int, parameter: str) -> None:
+        """Be told that a tensor will come; if the layer has it, it is waited for."""
+        if parameter in self.layouts:
+            self._waiting.add((part, parameter))
 
     def missing(self) -> list[tuple[int, str]]:
         """(part, parameter) of the tensors that have not come."""

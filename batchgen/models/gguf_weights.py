@@ -72,13 +72,13 @@ class GGUFSource:
         self.shapes: dict[str, tuple[int, ...]] = {
             name: tensor.shape for name, tensor in self._tensors.items()
         }
-        self.kept_modules: list[str] = []
+        self.kept_modules: frozenset[str] = frozenset()
         if keeps_blocks:
-            self.kept_modules = [
+            self.kept_modules = frozenset(
                 name.removesuffix(".weight")
                 for name, tensor in self._tensors.items()
                 if name.endswith(_LINEAR) and tensor.type_id in KINDS
-            ]
+            )
             self.shapes |= {f"{module}{_TYPE}": () for module in self.kept_modules}
 
     def read(self, name: str) -> Tensor:

@@ -72,6 +72,11 @@ class ModelConfig:
     dtype: str | None = None
     quantization: Mapping[str, Any] | None = None
 
+    @property
+    def stored_as(self) -> str | None:
+        """How the checkpoint says that it is quantized; None: it is not, or does not say."""
+        return None if self.quantization is None else self.quantization.get("quant_method")
+
     def __post_init__(self) -> None:
         for size in _SIZES:
             checked_count(getattr(self, size), f"{self.architecture}: {size}")

@@ -40,7 +40,7 @@ class AutoRound(Stored):
             )
         blocks = self.config.get("block_name_to_quantize") or ()
         self._blocks = tuple(blocks.split(",") if isinstance(blocks, str) else blocks)
-        self._whole = self._scheme_of(self.config, "quantization_config")
+        self.whole = self._scheme_of(self.config, "quantization_config")
         self._named: dict[str, Scheme | None] = {
             name: self._scheme_of({**self.config, **values}, f"quantization_config.extra_config.{name}")
             for name, values in (self.config.get("extra_config") or {}).items()
@@ -55,7 +55,7 @@ class AutoRound(Stored):
                 return scheme
         if module == "lm_head" or (self._blocks and not module.startswith(self._blocks)):
             return None
-        return self._whole
+        return self.whole
 
     def _scheme_of(self, config: Mapping[str, Any], where: str) -> Scheme | None:
         if isinstance(config.get("bits"), int) and config["bits"] >= 16:

@@ -15,11 +15,10 @@ from typing_extensions import override
 
 from batchgen.errors import UnsupportedModelError
 from batchgen.kernels.coded import Coded
-from batchgen.quantization.base import METHODS, ParameterLayout
+from batchgen.quantization.base import BY_INPUT_AND_OUTPUT, METHODS, ParameterLayout
 from batchgen.quantization.bit_packing import unpack_stream
-from batchgen.quantization.stored import Scheme, Stored, checked_group_size, is_listed, want_shape
+from batchgen.quantization.stored import Stored, checked_group_size, want_shape
 
-_IN_FIRST = ParameterLayout(output_dim=1, input_dim=0)
 # Where the codes of columns 0 to 7 stand in a word.
 _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
@@ -31,7 +30,7 @@ class AWQScheme:
     group_size: int
 
     layouts: ClassVar[Mapping[str, ParameterLayout]] = dict.fromkeys(
-        ("qweight", "qzeros", "scales"), _IN_FIRST
+        ("qweight", "qzeros", "scales"), BY_INPUT_AND_OUTPUT
     )
     optional = frozenset[str]()
     input_bits = None
@@ -66,14 +65,8 @@ class AWQ(Stored):
                 f"{self.name}: quantization_config: AWQ of version {version!r} and {bits!r} bits is not "
                 f"built (built: version gemm, 4 bits)"
             )
-        self._whole = AWQScheme(self.config.get("group_size", 128))
-        self._floats_in = tuple(self.config.get("modules_to_not_convert") or ())
-
-    @override
-    def scheme(self, module: str) -> Scheme | None:
-        if module == "lm_head" or is_listed(module, self._floats_in):
-            return None
-        return self._whole
+        self.whole = AWQScheme(self.config.get("group_size", 128))
+        self.floats_in = ("lm_head", *(self.config.get("modules_to_not_convert") or ()))
 
 
 def _columns(words: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import UnsupportedModelError, WeightsError
-from batchgen.kernels.ops import Activation, Kernels, PackedLinear
+from batchgen.kernels.ops import Activation, Kernels, PackedLinear, Quantized
 from batchgen.registry import Registry
 
 
@@ -55,6 +55,14 @@ class ParameterLayout:
 
     output_dim: int | None
     input_dim: int | None
+
+
+# How checkpoints lay out tensors: [N, K], also with groups of K in its place; [K, N]; [N]; [K]; neither.
+BY_OUTPUT_AND_INPUT = ParameterLayout(output_dim=0, input_dim=1)
+BY_INPUT_AND_OUTPUT = ParameterLayout(output_dim=1, input_dim=0)
+BY_OUTPUT = ParameterLayout(output_dim=0, input_dim=None)
+BY_INPUT = ParameterLayout(output_dim=None, input_dim=0)
+BY_NEITHER = ParameterLayout(output_dim=None, input_dim=None)
 
 
 class LinearMethod(ABC):
@@ -168,6 +176,10 @@ class LinearMethod(ABC):
         See `Kernels.linear_draw`; None where that is not built.
         """
         return None
+
+    def quantized(self, x: Tensor, bits: int) -> Quantized:
+        """Activations [T, K] rounded to integers, in memory of their own."""
+        return self.kernels.quantize(x, Quantized.empty(x.shape[0], x.shape[1], bits, x.device))
 
     @abstractmethod
     def tensors(self, weights: Any) -> list[Tensor]:

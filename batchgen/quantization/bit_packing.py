@@ -1,4 +1,4 @@
-"""Numbers of a few bits, unpacked from the integers of 32 bits that checkpoints hold them in."""
+"""Numbers of a few bits out of the integers that checkpoints hold them in."""
 
 import torch
 from torch import Tensor
@@ -30,6 +30,12 @@ def unpack_words(words: Tensor, bits: int, dim: int, count: int) -> Tensor:
     shifts = torch.arange(per_word, dtype=torch.int32) * bits
     unpacked: Tensor = (moved.unsqueeze(-1) >> shifts & (2**bits - 1)).to(torch.uint8).flatten(-2)
     return unpacked[..., :count].movedim(-1, dim)
+
+
+def codes_of_signed(values: Tensor, bits: int = 8) -> Tensor:
+    """Integers of so many bits, int8, as codes: half their range is added."""
+    shifted: Tensor = values.to(torch.int16) + 2 ** (bits - 1)
+    return shifted.to(torch.uint8)
 
 
 def _straddling(words: Tensor, bits: int) -> Tensor:

@@ -18,11 +18,11 @@ from typing_extensions import override
 
 from batchgen.errors import UnsupportedModelError, WeightsError
 from batchgen.kernels.coded import Coded
-from batchgen.quantization.base import METHODS, ParameterLayout
+from batchgen.quantization.base import BY_NEITHER, BY_OUTPUT, BY_OUTPUT_AND_INPUT, METHODS, ParameterLayout
+from batchgen.quantization.bit_packing import codes_of_signed
 from batchgen.quantization.float8 import scale_per_output
-from batchgen.quantization.stored import Scheme, Stored, is_listed, want_shape
+from batchgen.quantization.stored import Stored, want_shape
 
-_ALONE = ParameterLayout(output_dim=None, input_dim=None)
 _NESTED = frozenset({"weight.nested_absmax", "weight.nested_quant_map"})
 
 
@@ -42,7 +42,7 @@ class FourBits:
     def layouts(self) -> Mapping[str, ParameterLayout]:
         """See `Scheme`."""
         names = ("weight", "weight.absmax", "weight.quant_map", self._state_name, *_NESTED)
-        return dict.fromkeys(names, _ALONE)
+        return dict.fromkeys(names, BY_NEITHER)
 
     @property
     def _state_name(self) -> str:
@@ -90,9 +90,9 @@ class EightBits:
     """LLM.int8()."""
 
     layouts: ClassVar[Mapping[str, ParameterLayout]] = {
-        "weight": ParameterLayout(output_dim=0, input_dim=1),
-        "SCB": ParameterLayout(output_dim=0, input_dim=None),
-        "weight_format": _ALONE,
+        "weight": BY_OUTPUT_AND_INPUT,
+        "SCB": BY_OUTPUT,
+        "weight_format": BY_NEITHER,
     }
     optional = frozenset({"weight_format"})
     input_bits = None
@@ -109,9 +109,8 @@ class EightBits:
                 f"weight is stored as {values.dtype} in the form {form}, not as int8 row by row"
             )
         scale = scale_per_output(tensors["SCB"].to(torch.float32) / 127, "SCB", outputs)
-        codes = (values.to(torch.int16) + 128).to(torch.uint8)
         zero = torch.full((outputs, 1), 128, dtype=torch.uint8)
-        return Coded(codes=codes, bits=8, scale=scale, zero=zero, group_size=inputs)
+        return Coded(codes=codes_of_signed(values), bits=8, scale=scale, zero=zero, group_size=inputs)
 
 
 @METHODS.register("bitsandbytes")
@@ -130,15 +129,11 @@ class BitsAndBytes(Stored):
                     f"{self.name}: quantization_config: bnb_4bit_quant_type {kind!r} is not "
                     f"built (built: nf4, fp4)"
                 )
-            self._whole: Scheme = FourBits(kind)
+            self.whole = FourBits(kind)
         else:
-            self._whole = EightBits()
+            self.whole = EightBits()
         skipped = config.get("llm_int8_skip_modules")
-        self._floats_in = ("lm_head",) if skipped is None else tuple(skipped)
-
-    @override
-    def scheme(self, module: str) -> Scheme | None:
-        return None if is_listed(module, self._floats_in) else self._whole
+        self.floats_in = ("lm_head",) if skipped is None else tuple(skipped)
 
 
 def _state(stored: Tensor, name: str) -> Mapping[str, Any]:

@@ -17,14 +17,19 @@ from typing_extensions import override
 
 from batchgen.errors import UnsupportedModelError, WeightsError
 from batchgen.kernels.coded import Coded
-from batchgen.quantization.base import METHODS, ParameterLayout
-from batchgen.quantization.bit_packing import unpack_stream, unpack_words
+from batchgen.quantization.base import BY_INPUT, BY_NEITHER, BY_OUTPUT_AND_INPUT, METHODS, ParameterLayout
+from batchgen.quantization.bit_packing import codes_of_signed, unpack_stream, unpack_words
 from batchgen.quantization.float8 import Float8Scheme, scale_per_output
-from batchgen.quantization.stored import Rounded, Scheme, Stored, checked_group_size, is_listed, want_shape
+from batchgen.quantization.stored import (
+    Rounded,
+    Scheme,
+    Stored,
+    checked_group_size,
+    is_listed,
+    scattered,
+    want_shape,
+)
 
-_WEIGHT = ParameterLayout(output_dim=0, input_dim=1)
-_BY_INPUT = ParameterLayout(output_dim=None, input_dim=0)
-_ALONE = ParameterLayout(output_dim=None, input_dim=None)
 # Formats whose weights are read, by the name of a group's format.
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", ("int-quantized", "naive-quantized"), (
     "float-quantized", "naive-quantized",
@@ -56,10 +61,15 @@ class IntegerScheme:
     @property
     def layouts(self) -> Mapping[str, ParameterLayout]:
         """See `Scheme`."""
-        names = {"weight_scale": _WEIGHT, "weight_zero_point": _WEIGHT}
+        names = {"weight_scale": BY_OUTPUT_AND_INPUT, "weight_zero_point": BY_OUTPUT_AND_INPUT}
         if self.is_packed:
-            return {**names, "weight_packed": _WEIGHT, "weight_shape": _ALONE, "weight_g_idx": _BY_INPUT}
-        return {**names, "weight": _WEIGHT, "weight_g_idx": _BY_INPUT}
+            return {
+                **names,
+                "weight_packed": BY_OUTPUT_AND_INPUT,
+                "weight_shape": BY_NEITHER,
+                "weight_g_idx": BY_INPUT,
+            }
+        return {**names, "weight": BY_OUTPUT_AND_INPUT, "weight_g_idx": BY_INPUT}
 
     @property
     def optional(self) -> frozenset[str]:
@@ -80,7 +90,7 @@ class IntegerScheme:
             if self.input_bits is not None:
                 scale = scale_per_output(tensors["weight_scale"], "weight_scale", outputs)
                 return Rounded(values, scale.flatten())
-            codes = (values.to(torch.int16) + half).to(torch.uint8)
+            codes = codes_of_signed(values, self.bits)
         scale = tensors["weight_scale"]
         num_groups = inputs // group_size
         scale = (
@@ -90,13 +100,10 @@ class IntegerScheme:
         )
         zero = torch.full_like(scale, half, dtype=torch.uint8)
         if not self.is_symmetric:
-            zero = self._zeros(tensors["weight_zero_point"], outputs, num_groups, half)
-        groups = tensors.get("weight_g_idx")
-        if groups is not None:
-            groups = want_shape(tensors, "weight_g_idx", inputs).to(torch.int32)
-            plain = torch.arange(inputs, dtype=torch.int32) // group_size
-            # -1 everywhere: the order was kept.
-            groups = None if bool((groups < 0).all()) or torch.equal(groups, plain) else groups
+            zero = self._zeros(tensors["weight_zero_point"], outputs, num_groups)
+        # -1 everywhere: the order was kept.
+        has_order = "weight_g_idx" in tensors and not bool((tensors["weight_g_idx"] < 0).all())
+        groups = scattered(tensors, "weight_g_idx", group_size, inputs) if has_order else None
         return Coded(
             codes=codes, bits=self.bits, scale=scale, zero=zero, group_size=group_size, groups=groups
         )
@@ -110,7 +117,7 @@ class IntegerScheme:
         want_shape({name: words}, name, *packed)
         return unpack_stream(words, self.bits, dim, shape[dim]).contiguous()
 
-    def _zeros(self, stored: Tensor, outputs: int, num_groups: int, half: int) -> Tensor:
+    def _zeros(self, stored: Tensor, outputs: int, num_groups: int) -> Tensor:
         if stored.dtype is torch.int32 and self.is_packed:
             return self._unpacked(stored, "weight_zero_point", (outputs, num_groups), dim=0)
         if stored.numel() == 1:
@@ -118,7 +125,7 @@ class IntegerScheme:
         stored = want_shape(
             {"weight_zero_point": stored.reshape(outputs, -1)}, "weight_zero_point", outputs, num_groups
         )
-        return (stored.to(torch.int16) + half).to(torch.uint8).contiguous()
+        return codes_of_signed(stored, self.bits).contiguous()
 
 
 @METHODS.register("compressed-tensors")
@@ -137,12 +144,12 @@ class CompressedTensors(Stored):
             raise self._not_built("sparsity_config", config["sparsity_config"].get("format"), "dense")
         if (config.get("transform_config") or {}).get("config_groups"):
             raise self._not_built("transform_config", "transforms", "none")
-        self._floats_in = tuple(config.get("ignore") or ())
+        self.floats_in = tuple(config.get("ignore") or ())
         self._groups = list(self._read_groups(config))
 
     @override
     def scheme(self, module: str) -> Scheme | None:
-        if is_listed(module, self._floats_in):
+        if is_listed(module, self.floats_in):
             return None
         for targets, scheme in self._groups:
             if "Linear" in targets or is_listed(module, targets):

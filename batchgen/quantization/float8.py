@@ -15,11 +15,9 @@ from typing_extensions import override
 
 from batchgen.errors import UnsupportedModelError, WeightsError
 from batchgen.kernels.coded import Coded, float8_values
-from batchgen.quantization.base import METHODS, ParameterLayout
-from batchgen.quantization.stored import Scheme, Stored, is_listed, want_shape
+from batchgen.quantization.base import BY_OUTPUT_AND_INPUT, METHODS, ParameterLayout
+from batchgen.quantization.stored import Stored, want_shape
 
-_WEIGHT = ParameterLayout(output_dim=0, input_dim=1)
-_ALONE = ParameterLayout(output_dim=None, input_dim=None)
 # What stands for codes that are no numbers; none is in a weight that was read.
 _NO_NUMBER = 480.0
 
@@ -46,7 +44,7 @@ class Float8Scheme:
     def layouts(self) -> Mapping[str, ParameterLayout]:
         """See `Scheme`."""
         # A single scale has no dimension to share; one for each output or block has, like the weight.
-        return {"weight": _WEIGHT, self.scale_name: _WEIGHT}
+        return {"weight": BY_OUTPUT_AND_INPUT, self.scale_name: BY_OUTPUT_AND_INPUT}
 
     def decode(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Coded:
         """See `Scheme`."""
@@ -111,14 +109,9 @@ class Float8(Stored):
                 f"{self.name}: quantization_config: weight_block_size {block!r} is not two numbers"
             )
         name = "weight_scale" if block is None else "weight_scale_inv"
-        self._whole = Float8Scheme(name, None if block is None else (block[0], block[1]))
-        self._floats_in = tuple(
-            self.config.get("modules_to_not_convert") or self.config.get("ignored_layers") or ()
-        )
-
-    @override
-    def scheme(self, module: str) -> Scheme | None:
-        return None if module == "lm_head" or is_listed(module, self._floats_in) else self._whole
+        self.whole = Float8Scheme(name, None if block is None else (block[0], block[1]))
+        listed = self.config.get("modules_to_not_convert") or self.config.get("ignored_layers") or ()
+        self.floats_in = ("lm_head", *listed)
 
 
 @METHODS.register("modelopt")
@@ -135,12 +128,9 @@ class ModelOpt(Stored):
             raise UnsupportedModelError(
                 f"{self.name}: quantization_config: quant_algo {algorithm!r} is not built (built: FP8)"
             )
-        self._floats_in = tuple(
+        self.whole = Float8Scheme("weight_scale")
+        self.floats_in = tuple(
             # Patterns of file names there: "model.layers.0*".
             entry.removesuffix("*").removesuffix(".")
             for entry in config.get("exclude_modules") or config.get("ignore") or ()
         )
-
-    @override
-    def scheme(self, module: str) -> Scheme | None:
-        return None if is_listed(module, self._floats_in) else Float8Scheme("weight_scale")

@@ -5,14 +5,16 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from batchgen.errors import WeightsError
-from batchgen.quantization.base import LinearShape, ParameterLayout
-
-_WEIGHT, _BIAS = ParameterLayout(output_dim=0, input_dim=1), ParameterLayout(output_dim=0, input_dim=None)
+from batchgen.quantization.base import BY_OUTPUT, BY_OUTPUT_AND_INPUT, LinearShape, ParameterLayout
 
 
 def float_layouts(shape: LinearShape) -> Mapping[str, ParameterLayout]:
     """The tensors that each part of the layer has."""
-    return {"weight": _WEIGHT, "bias": _BIAS} if shape.has_bias else {"weight": _WEIGHT}
+    return (
+        {"weight": BY_OUTPUT_AND_INPUT, "bias": BY_OUTPUT}
+        if shape.has_bias
+        else {"weight": BY_OUTPUT_AND_INPUT}
+    )
 
 
 def check_float_tensor(shape: LinearShape, part: int, parameter: str, tensor: Tensor) -> None:

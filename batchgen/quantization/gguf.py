@@ -14,14 +14,12 @@ from typing_extensions import override
 
 from batchgen.errors import WeightsError
 from batchgen.kernels.coded import Coded
-from batchgen.quantization.base import METHODS, ParameterLayout
+from batchgen.quantization.base import BY_NEITHER, BY_OUTPUT_AND_INPUT, METHODS, ParameterLayout
 from batchgen.quantization.stored import Scheme, Stored
 
-_WEIGHT = ParameterLayout(output_dim=0, input_dim=1)
-_ALONE = ParameterLayout(output_dim=None, input_dim=None)
-
-# What a block's bytes hold: uint8 [..., bytes] -> codes [..., values], scales and offsets [..., groups].
-Parts = tuple[Tensor, Tensor, Tensor]
+# What a block's bytes hold: uint8 [..., bytes] -> codes [..., values], scales and, if there are, least values
+# [..., groups].
+Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _split(block: Tensor, count: int, size: int) -> Tensor:
@@ -35,8 +33,18 @@ def _halves(block: Tensor, at: int, count: int = 1) -> Tensor:
 
 
 def _nibbles(block: Tensor) -> Tensor:
-    """All low halves, then all high ones."""
+    """Codes of 4 bits: all low halves of bytes, then all high ones."""
     return torch.cat((block & 15, block >> 4), dim=-1)
+
+
+def _twos(block: Tensor) -> Tensor:
+    """Codes of 2 bits: the lowest two of all bytes, then the next."""
+    return torch.cat([block >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+
+
+def _ones(block: Tensor) -> Tensor:
+    """Single bits: the lowest of all bytes, then the next."""
+    return torch.cat([block >> shift & 1 for shift in range(8)], dim=-1)
 
 
 def _fifth(block: Tensor) -> Tensor:
@@ -46,7 +54,7 @@ def _fifth(block: Tensor) -> Tensor:
 
 
 def _q4_0(block: Tensor) -> Parts:
-    return _nibbles(block[..., 2:]), _halves(block, 0), _zero(block, 8)
+    return _nibbles(block[..., 2:]), _halves(block, 0), None
 
 
 def _q4_1(block: Tensor) -> Parts:
@@ -54,7 +62,7 @@ def _q4_1(block: Tensor) -> Parts:
 
 
 def _q5_0(block: Tensor) -> Parts:
-    return _nibbles(block[..., 6:]) | _fifth(block[..., 2:6]), _halves(block, 0), _zero(block, 16)
+    return _nibbles(block[..., 6:]) | _fifth(block[..., 2:6]), _halves(block, 0), None
 
 
 def _q5_1(block: Tensor) -> Parts:
@@ -62,7 +70,7 @@ def _q5_1(block: Tensor) -> Parts:
 
 
 def _q8_0(block: Tensor) -> Parts:
-    return block[..., 2:] ^ 128, _halves(block, 0), _zero(block, 128)
+    return block[..., 2:] ^ 128, _halves(block, 0), None
 
 
 def _q2_k(block: Tensor) -> Parts:
@@ -72,14 +80,9 @@ def _q2_k(block: Tensor) -> Parts:
 
 
 def _q3_k(block: Tensor) -> Parts:
-    # The third bit of the codes: bit s of byte i for value i of stretch s.
-    high = (block[..., None, :32] >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1).flatten(-2)
-    codes = _pairs(block[..., 32:96]) | high << 2
-    low, upper = block[..., 96:104], block[..., 104:108]
-    fours = torch.cat((low & 15, low >> 4), dim=-1)
-    twos = torch.cat([upper >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    small = (fours | twos << 4).to(torch.float32) - 32
-    return codes, _halves(block, 108).to(torch.float32) * small, _zero(small, 4)
+    codes = _pairs(block[..., 32:96]) | _ones(block[..., :32]) << 2
+    small = (_nibbles(block[..., 96:104]) | _twos(block[..., 104:108]) << 4).to(torch.float32) - 32
+    return codes, _halves(block, 108).to(torch.float32) * small, None
 
 
 def _q4_k(block: Tensor) -> Parts:
@@ -88,22 +91,19 @@ def _q4_k(block: Tensor) -> Parts:
 
 def _q5_k(block: Tensor) -> Parts:
     codes, scale, least = _stretches(block, block[..., 48:])
-    fifth = block[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1
-    return codes | fifth.flatten(-2) << 4, scale, least
+    return codes | _ones(block[..., 16:48]) << 4, scale, least
 
 
 def _q6_k(block: Tensor) -> Parts:
     low, high = _split(block[..., :128], 2, 64), _split(block[..., 128:192], 2, 32)
-    fours = torch.cat((low & 15, low >> 4), dim=-1)
-    twos = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    codes = (_nibbles(low) | _twos(high) << 4).flatten(-2)
     small = block[..., 192:208].contiguous().view(torch.int8).to(torch.float32)
-    return (fours | twos << 4).flatten(-2), _halves(block, 208).to(torch.float32) * small, _zero(small, 32)
+    return codes, _halves(block, 208).to(torch.float32) * small, None
 
 
 def _pairs(block: Tensor) -> Tensor:
     """Codes of 2 bits: two halves, each four runs of 32, one for each two bits of its 32 bytes."""
-    halves = _split(block, 2, 32)
-    return torch.cat([halves >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(-2)
+    return _twos(_split(block, 2, 32)).flatten(-2)
 
 
 def _stretches(block: Tensor, nibbles: Tensor) -> Parts:
@@ -112,14 +112,8 @@ def _stretches(block: Tensor, nibbles: Tensor) -> Parts:
     scales = torch.cat((small & 63, rest & 15 | small >> 2 & 48), dim=-1)
     leasts = torch.cat((least & 63, rest >> 4 | least >> 2 & 48), dim=-1)
     whole = _halves(block, 0, 2).to(torch.float32)
-    runs = _split(nibbles, 4, 32)
-    codes = torch.cat((runs & 15, runs >> 4), dim=-1).flatten(-2)
+    codes = _nibbles(_split(nibbles, 4, 32)).flatten(-2)
     return codes, whole[..., :1] * scales, -(whole[..., 1:] * leasts)
-
-
-def _zero(like: Tensor, value: int) -> Tensor:
-    """A zero point for all; the caller spreads it."""
-    return torch.full((1,), value, dtype=torch.uint8).expand(*like.shape[:-1], 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,33 +123,37 @@ class _Kind:
     bits: int
     group_size: int
     parts: Callable[[Tensor], Parts]
+    zero: int | None = None
 
 
 # By the number of the type in a file (enum ggml_type).
 KINDS = {
-    2: _Kind(18, 32, 4, 32, _q4_0),
+    2: _Kind(18, 32, 4, 32, _q4_0, 8),
     3: _Kind(20, 32, 4, 32, _q4_1),
-    6: _Kind(22, 32, 5, 32, _q5_0),
+    6: _Kind(22, 32, 5, 32, _q5_0, 16),
     7: _Kind(24, 32, 5, 32, _q5_1),
-    8: _Kind(34, 32, 8, 32, _q8_0),
+    8: _Kind(34, 32, 8, 32, _q8_0, 128),
     10: _Kind(84, 256, 2, 16, _q2_k),
-    11: _Kind(110, 256, 3, 16, _q3_k),
+    11: _Kind(110, 256, 3, 16, _q3_k, 4),
     12: _Kind(144, 256, 4, 32, _q4_k),
     13: _Kind(176, 256, 5, 32, _q5_k),
-    14: _Kind(210, 256, 6, 16, _q6_k),
+    14: _Kind(210, 256, 6, 16, _q6_k, 32),
 }
 
 
 def decode_blocks(rows: Tensor, type_id: int) -> Coded:
     """Rows of blocks as a weight of few bits: uint8 [N, bytes of a row]; the type by its number in a file."""
     kind = KINDS[type_id]
-    codes, scale, offset = kind.parts(_split(rows, -1, kind.block_bytes))
-    codes, scale = codes.flatten(1).contiguous(), scale.flatten(1).contiguous()
-    if offset.dtype is torch.uint8:
-        zero = torch.full_like(scale, int(offset.flatten()[0]), dtype=torch.uint8)
-        return Coded(codes=codes, bits=kind.bits, scale=scale, zero=zero, group_size=kind.group_size)
-    least = offset.flatten(1).contiguous()
-    return Coded(codes=codes, bits=kind.bits, scale=scale, least=least, group_size=kind.group_size)
+    codes, scale, least = kind.parts(_split(rows, -1, kind.block_bytes))
+    scale = scale.flatten(1).contiguous()
+    return Coded(
+        codes=codes.flatten(1).contiguous(),
+        bits=kind.bits,
+        scale=scale,
+        zero=None if kind.zero is None else torch.full_like(scale, kind.zero, dtype=torch.uint8),
+        least=None if least is None else least.flatten(1).contiguous(),
+        group_size=kind.group_size,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ class BlockScheme:
     @property
     def layouts(self) -> Mapping[str, ParameterLayout]:
         """See `Scheme`."""
-        return {"weight": _WEIGHT, "weight_type": _ALONE}
+        return {"weight": BY_OUTPUT_AND_INPUT, "weight_type": BY_NEITHER}
 
     def decode(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Coded:
         """See `Scheme`."""

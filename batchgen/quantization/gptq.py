@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from batchgen.errors import UnsupportedModelError, WeightsError
+from batchgen.errors import UnsupportedModelError
 from batchgen.kernels.coded import Coded
-from batchgen.quantization.base import METHODS, ParameterLayout
+from batchgen.quantization.base import BY_INPUT, BY_INPUT_AND_OUTPUT, METHODS, ParameterLayout
 from batchgen.quantization.bit_packing import unpack_stream
-from batchgen.quantization.stored import Scheme, Stored, checked_group_size, want_shape
+from batchgen.quantization.stored import Scheme, Stored, checked_group_size, scattered, want_shape
 
 BITS = (2, 3, 4, 8)
-_IN_FIRST = ParameterLayout(output_dim=1, input_dim=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +32,10 @@ class GPTQScheme:
     zero_offset: int
 
     layouts: ClassVar[Mapping[str, ParameterLayout]] = {
-        "qweight": _IN_FIRST,
-        "qzeros": _IN_FIRST,
-        "scales": _IN_FIRST,
-        "g_idx": ParameterLayout(output_dim=None, input_dim=0),
+        "qweight": BY_INPUT_AND_OUTPUT,
+        "qzeros": BY_INPUT_AND_OUTPUT,
+        "scales": BY_INPUT_AND_OUTPUT,
+        "g_idx": BY_INPUT,
     }
     optional = frozenset({"g_idx"})
     input_bits = None
@@ -52,9 +51,7 @@ class GPTQScheme:
         stored_zeros = want_shape(tensors, "qzeros", num_groups, outputs * self.bits // 32)
         scale = want_shape(tensors, "scales", num_groups, outputs).T.contiguous()
         zero = unpack_stream(stored_zeros, self.bits, dim=1).T.to(torch.int32) + self.zero_offset
-        groups = tensors.get("g_idx")
-        if groups is not None:
-            groups = self._order(want_shape(tensors, "g_idx", inputs), group_size, num_groups)
+        groups = scattered(tensors, "g_idx", group_size, inputs)
         codes = unpack_stream(words, self.bits, dim=0).T.contiguous()
         if int(zero.max()) > 255:  # a byte holds all but 255 + 1
             wide = scale.to(torch.float32)
@@ -71,16 +68,6 @@ class GPTQScheme:
             groups=groups,
         )  # fmt: skip
 
-    @staticmethod
-    def _order(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-        """The groups of the inputs, or None if they lie one after the other."""
-        plain = torch.arange(len(groups), dtype=torch.int32) // group_size
-        if torch.equal(groups.to(torch.int32), plain):
-            return None
-        if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
-            raise WeightsError(f"g_idx names group {int(groups.max())} of {num_groups}")
-        return groups.to(torch.int32)
-
 
 @METHODS.register("gptq")
 class GPTQ(Stored):
@@ -95,7 +82,7 @@ class GPTQ(Stored):
                 f"built (built: gptq, gptq_v2)"
             )
         self._zero_offset = 1 if form == "gptq" else 0
-        self._whole = self._scheme_of(self.config, "quantization_config")
+        self.whole = self._scheme_of(self.config, "quantization_config")
         # optimum: the modules of a block that are quantized, in lists by the order of rounding.
         listed = self.config.get("modules_in_block_to_quantize") or ()
         self._only = tuple(
@@ -120,7 +107,7 @@ class GPTQ(Stored):
                 return scheme
         if self._only and not module.endswith(self._only):
             return None
-        return self._whole
+        return self.whole
 
     def _scheme_of(self, config: Mapping[str, Any], where: str) -> GPTQScheme:
         return gptq_scheme(config, self._zero_offset, f"{self.name}: {where}")

@@ -97,7 +97,7 @@ class Int8(LinearMethod):
     def apply(self, weights: IntegerWeights, x: Activation, out: Tensor | None = None) -> Tensor:
         assert weights.packed is not None
         if not isinstance(x, Quantized):
-            x = self._quantize(x, weights.input_bits)
+            x = self.quantized(x, weights.input_bits)
         return self.kernels.linear(x, weights.packed, out)
 
     @override
@@ -117,6 +117,3 @@ class Int8(LinearMethod):
     @override
     def tensors(self, weights: IntegerWeights) -> list[Tensor]:
         return [] if weights.packed is None else weights.packed.tensors()
-
-    def _quantize(self, x: Tensor, bits: int) -> Quantized:
-        return self.kernels.quantize(x, Quantized.empty(x.shape[0], x.shape[1], bits, x.device))

@@ -5,10 +5,11 @@ few bits. What a checkpoint leaves in floats is an `Unquantized` layer. A fused 
 of its parts.
 """
 
+import copy
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +19,9 @@ from typing_extensions import override
 from batchgen.errors import UnsupportedModelError, WeightsError
 from batchgen.kernels.coded import Coded
 from batchgen.kernels.ops import Activation, Kernels, PackedLinear, Quantized
-from batchgen.quantization.base import LinearMethod, LinearShape, ParameterLayout, PartError
+from batchgen.quantization.base import BY_OUTPUT, LinearMethod, LinearShape, ParameterLayout, PartError
 from batchgen.quantization.unquantized import Unquantized
 
-BIAS = ParameterLayout(output_dim=0, input_dim=None)
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -62,7 +62,6 @@ class StoredWeights:
 
     waiting: list[dict[str, Tensor]]
     parts: list[PackedLinear | None]
-    bias: list[Tensor | None] = field(default_factory=list)
 
 
 class Stored(LinearMethod):
@@ -72,7 +71,14 @@ class Stored(LinearMethod):
         kernels, dtype, device: see `LinearMethod`.
         config: the checkpoint's `quantization_config`.
         name: of the checkpoint, for messages.
+
+    Attributes:
+        whole: the scheme of every module but those in `floats_in`, where a checkpoint has but one.
+        floats_in: the modules that it leaves in floats, see `is_listed`.
     """
+
+    whole: Scheme | None = None
+    floats_in: tuple[str, ...] = ()
 
     def __init__(
         self, kernels: Kernels, dtype: torch.dtype, device: torch.device,
@@ -85,15 +91,15 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def read_config(self) -> None:
-        """Take what is needed of the checkpoint's config.
+        """Take what is needed of the checkpoint's config, `whole` and `floats_in` for `scheme` as it is here.
 
         Raises:
             UnsupportedModelError: what is not built, by name.
         """
 
-    @abstractmethod
     def scheme(self, module: str) -> Scheme | None:
         """How a module ("model.layers.0.mlp.up_proj") is stored; None: as floats."""
+        return None if is_listed(module, self.floats_in) else self.whole
 
     @override
     def of(self, name: str) -> LinearMethod:
@@ -109,14 +115,13 @@ class Stored(LinearMethod):
             )
         if found is None:
             return self._floats
-        bound = object.__new__(type(self))
-        bound.__dict__.update(self.__dict__)
+        bound = copy.copy(self)
         bound._scheme = found
         return bound
 
     @override
     def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:
-        return {**self._of_layer.layouts, "bias": BIAS}
+        return {**self._of_layer.layouts, "bias": BY_OUTPUT}
 
     @override
     def optional(self, shape: LinearShape) -> frozenset[str]:
@@ -166,7 +171,7 @@ class Stored(LinearMethod):
         if bits is None:
             x = x.dense() if isinstance(x, Quantized) else x
         elif isinstance(x, Tensor):
-            x = self.kernels.quantize(x, Quantized.empty(x.shape[0], x.shape[1], bits, x.device))
+            x = self.quantized(x, bits)
         if len(parts) == 1:
             return self.kernels.linear(x, parts[0], out)
         if out is None:
@@ -201,12 +206,7 @@ def is_listed(module: str, listed: Iterable[str]) -> bool:
         if entry.startswith("re:"):
             if re.match(entry[3:], module):
                 return True
-        elif (
-            entry == module
-            or module.endswith(f".{entry}")
-            or module.startswith(f"{entry}.")
-            or f".{entry}." in f".{module}."
-        ):
+        elif f".{entry}." in f".{module}.":
             return True
     return False
 
@@ -234,3 +234,20 @@ def checked_group_size(group_size: int, inputs: int) -> int:
     if inputs % group_size:
         raise WeightsError(f"{inputs} inputs do not divide into groups of {group_size}")
     return group_size
+
+
+def scattered(tensors: Mapping[str, Tensor], name: str, group_size: int, inputs: int) -> Tensor | None:
+    """The groups of the inputs, int32 [K], under a name; None if missing, or if they lie one after the other.
+
+    Raises:
+        WeightsError: another number of them, or one that is none of the groups.
+    """
+    if name not in tensors:
+        return None
+    groups = want_shape(tensors, name, inputs).to(torch.int32)
+    if torch.equal(groups, torch.arange(inputs, dtype=torch.int32) // group_size):
+        return None
+    num_groups = inputs // group_size
+    if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+        raise WeightsError(f"{name} names group {int(groups.max())} of {num_groups}")
+    return groups

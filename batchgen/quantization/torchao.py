@@ -15,11 +15,10 @@ from typing_extensions import override
 
 from batchgen.errors import UnsupportedModelError, WeightsError
 from batchgen.kernels.coded import Coded
-from batchgen.quantization.base import METHODS, ParameterLayout
+from batchgen.quantization.base import BY_OUTPUT_AND_INPUT, METHODS, ParameterLayout
+from batchgen.quantization.bit_packing import codes_of_signed
 from batchgen.quantization.float8 import float8_codes
-from batchgen.quantization.stored import Scheme, Stored, is_listed, want_shape
-
-_WEIGHT = ParameterLayout(output_dim=0, input_dim=1)
+from batchgen.quantization.stored import Stored, want_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +26,9 @@ class NumberScheme:
     """Integers or floats, whichever the bytes are; how large a group is follows from the number of scales."""
 
     layouts: ClassVar[Mapping[str, ParameterLayout]] = {
-        "_weight_qdata": _WEIGHT,
-        "_weight_scale": _WEIGHT,
-        "_weight_zero_point": _WEIGHT,
+        "_weight_qdata": BY_OUTPUT_AND_INPUT,
+        "_weight_scale": BY_OUTPUT_AND_INPUT,
+        "_weight_zero_point": BY_OUTPUT_AND_INPUT,
     }
     optional = frozenset({"_weight_zero_point"})
     input_bits = None
@@ -67,7 +66,7 @@ class NumberScheme:
             raise WeightsError(
                 f"_weight_zero_point goes from {int(zero.min()) - half} to {int(zero.max()) - half}"
             )
-        codes = (values.to(torch.int16) + half).to(torch.uint8)
+        codes = codes_of_signed(values, bits)
         return Coded(
             codes=codes, bits=bits, scale=scale, zero=zero.to(torch.uint8), group_size=inputs // num_groups
         )
@@ -93,8 +92,5 @@ class TorchAO(Stored):
                 f"{self.name}: quantization_config: quant_type {kind!r} is not built (built: "
                 f"{', '.join(self.built)})"
             )
-        self._floats_in = ("lm_head", *(self.config.get("modules_to_not_convert") or ()))
-
-    @override
-    def scheme(self, module: str) -> Scheme | None:
-        return None if is_listed(module, self._floats_in) else NumberScheme()
+        self.whole = NumberScheme()
+        self.floats_in = ("lm_head", *(self.config.get("modules_to_not_convert") or ()))

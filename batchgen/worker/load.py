@@ -50,7 +50,7 @@ def load_executor(config: EngineConfig) -> Executor:
         dtype = decide_dtype(config.model.dtype, shape, device, decisions)
         limits = decide_limits(config, shape, device, decisions)
         swapping = decide_swapping(config, device, decisions)
-        quantization, stored = decide_quantization(config, shape, device, dtype, decisions, files.is_gguf)
+        quantization = decide_quantization(config, shape, device, dtype, decisions, files.is_gguf)
         kv_dtype = decide_kv_dtype(config.cache.kv_cache_dtype, dtype, quantization, decisions)
         kernels, reproducible = decide_kernels(config, shape, device, dtype, kv_dtype, decisions)
     warn_of_slow_products(kernels, quantization)
@@ -91,7 +91,7 @@ def load_executor(config: EngineConfig) -> Executor:
         no_thinking=marks if isinstance(marks, str) else None,
         decisions=tuple(str(decision) for decision in decisions.made),
         resolved=resolved.to_engine_args(),
-        environment=environment(device, dtype, quantization or stored, kv_dtype, _backends(kernels)),
+        environment=environment(device, dtype, quantization or shape.stored_as, kv_dtype, _backends(kernels)),
         reproducible=reproducible,
         continues=True,
     )

@@ -25,18 +25,17 @@ def decide_quantization(
     dtype: str,
     decisions: Decisions,
     is_gguf: bool,
-) -> tuple[str | None, str | None]:
-    """How weights are rounded as they are loaded, and how the checkpoint is quantized; None: not at all.
+) -> str | None:
+    """How weights are rounded as they are loaded; None: not at all, or as the checkpoint says.
 
     Raises:
         ConfigError: int8 is asked for where it is not built, or gguf of a model that is no such file.
     """
     asked = config.model.quantization
-    stored = None if shape.quantization is None else shape.quantization.get("quant_method")
     if asked is None:
-        if stored:
-            decisions.made.append(Decision("quantization", stored, "as the checkpoint is stored"))
-        return None, stored
+        if shape.stored_as:
+            decisions.made.append(Decision("quantization", shape.stored_as, "as the checkpoint is stored"))
+        return None
     if asked == "gguf":
         if not is_gguf:
             raise ConfigError(
@@ -44,7 +43,7 @@ def decide_quantization(
                 f"{config.model.model} is none; leave quantization out"
             )
         decisions.made.append(Decision("quantization", asked, "as set"))
-        return asked, stored
+        return asked
     obstacle = None
     if not is_host(device) or dtype != "float32":
         obstacle = f"int8 is built for float32 activations on a CPU, not for {dtype} on {device}"
@@ -66,7 +65,7 @@ def decide_quantization(
             "%s: int8 without a rotation of the residual stream loses more precision: %s", shape.family.name,
             reason,
         )  # fmt: skip
-    return chosen, stored
+    return chosen
 
 
 def decide_kv_dtype(given: str, dtype: str, quantization: str | None, decisions: Decisions) -> str:

@@ -27,7 +27,7 @@ class CpuCodedLinear(PackedLinear):
     def __init__(self, calls: Calls, arena: Arena, coded: Coded, bias: Tensor | None):
         library = calls.library
         self.out_features, self.in_features = coded.shape
-        self.bits, self.group_size, self.num_groups = coded.bits, coded.group_size, coded.scale.shape[1]
+        self.bits, self.group_size, self.num_groups = coded.bits, coded.group_size, coded.num_groups
         self.scale_type = _SCALE_TYPES[coded.scale.dtype]
         panels = -(-self.out_features // library.panel)
         num_bytes = panels * self.in_features * library.panel * coded.bits // 8

@@ -129,7 +129,10 @@ def test_text_that_yaml_takes_for_something_else_must_be_quoted(tmp_path):  # BG
             "engine:\n  dtype: bfloat16\n  quantization: int8",
             "10: engine.quantization: built for float32 on a CPU, not for dtype='bfloat16'; leave one of",
         ),
-        ("engine:\n  quantization: awq", "9: engine.quantization: must be auto, int8, gguf or null; got 'a"),
+        (
+            "engine:\n  quantization: awq",
+            "9: engine.quantization: must be auto, int8, gguf or null; got 'awq'",
+        ),
         ("engine:\n  enforce_eager: true", "9: engine.enforce_eager: is not offered: nothing is captured"),
         (
             "sampling:\n  guided_json: {}",

@@ -62,3 +62,20 @@ def generate() -> Callable[..., list[list[int]]]:
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
     return generate
+
+
+@pytest.fixture(scope="session")
+def generates_the_same(generate: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
+    """Wants of an executor the same tokens for prompts together, alone, and after sleep; returns them."""
+
+    def check(executor: ModelRunner, prompts: list[list[int]], count: int) -> list[list[int]]:
+        together = generate(executor, prompts, count)
+        for prompt, tokens in zip(prompts, together, strict=True):
+            assert generate(executor, [prompt], count, first_block=30)[0] == tokens
+        for level in (1, 2):
+            executor.sleep(level)
+            executor.wake_up()
+            assert generate(executor, prompts, count) == together
+        return together
+
+    return check

@@ -38,17 +38,11 @@ def test_the_cache_keeps_the_type_that_was_asked_for(folder: Path, load: Any) ->
 
 
 def test_a_row_gives_the_same_tokens_alone_asleep_and_from_a_gguf(
-    tmp_path: Path, load: Any, generate: Any
+    tmp_path: Path, load: Any, generate: Any, generates_the_same: Any
 ) -> None:
     original = tiny_model(tie_word_embeddings=True)
     runner = load(write_folder(original, tmp_path / "folder"), quantization="int8")
-    together = generate(runner, PROMPTS, 10)
-    for prompt, tokens in zip(PROMPTS, together, strict=True):
-        assert generate(runner, [prompt], 10, first_block=30)[0] == tokens
-    for level in (1, 2):
-        runner.sleep(level)
-        runner.wake_up()
-        assert generate(runner, PROMPTS, 10) == together
+    together = generates_the_same(runner, PROMPTS, 10)
     from_gguf = load(write_gguf(original, tmp_path / "tiny.gguf"), quantization="int8")
     assert generate(from_gguf, PROMPTS, 10) == together
 

@@ -23,16 +23,10 @@ def test_what_the_checkpoint_says_is_told(tmp_path: Path, load: Any) -> None:
 
 @pytest.mark.parametrize("form", [gptq(4, 32, act_order=True), plain_integers(rounds_inputs=True)])
 def test_tokens_are_those_of_a_row_alone_before_and_after_sleep(
-    form: Any, tmp_path: Path, load: Any, generate: Any
+    form: Any, tmp_path: Path, load: Any, generates_the_same: Any
 ) -> None:
     runner = load(write_pair(tmp_path, *form)[0])
-    together = generate(runner, PROMPTS, 10)
-    for prompt, tokens in zip(PROMPTS, together, strict=True):
-        assert generate(runner, [prompt], 10, first_block=30)[0] == tokens
-    for level in (1, 2):
-        runner.sleep(level)
-        runner.wake_up()
-        assert generate(runner, PROMPTS, 10) == together
+    generates_the_same(runner, PROMPTS, 10)
 
 
 def test_tokens_are_those_of_the_float_model(tmp_path: Path, load: Any, generate: Any) -> None:
