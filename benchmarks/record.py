@@ -18,6 +18,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 INSTRUCTION_SETS = set(
     "avx2 avx512f avx512_vnni avx512_bf16 avx_vnni amx_tile amx_bf16 amx_int8 asimd sve i8mm".split()
 )
+# The lines of a sitting that were written before this one change nothing that is measured.
+_OTHER_THAN_RESULTS = ":!benchmarks/results"
 PACKAGES = ("batchgen", "torch", "transformers", "tokenizers", "pyarrow", "triton")
 
 
@@ -69,7 +71,10 @@ def commit() -> dict[str, Any]:
         return done.stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "--short=12", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+        return {
+            "commit": git("rev-parse", "--short=12", "HEAD"),
+            "dirty": bool(git("status", "--porcelain", "--", ".", _OTHER_THAN_RESULTS)),
+        }
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "unknown", "dirty": True}
 

@@ -50,7 +50,7 @@ def bench(
         job: a job file, whose first rows are the workload.
         requests: a file of lines {"prompt_token_ids": [...], "max_tokens": 128}.
         made_up: how a made-up workload looks; that is what runs without `job` and `requests`.
-        limit: only the first so many rows or requests.
+        limit: only the first so many rows, requests or made-up prompts.
         overrides: "section.key=value" strings for the job.
         use_tqdm: show a progress bar on stderr.
         on_phase: called with what is about to be done: loading, warming up, measuring, running. Without it
@@ -80,7 +80,7 @@ def bench(
     with placing:
         engine = caller.start(in_process, on_loading=on_phase)
     try:
-        workload = workload or (made_up or MadeUp()).make(engine.info.vocab_size)
+        workload = workload or (made_up or MadeUp()).make(engine.info.vocab_size, limit)
         return _measure(caller, engine, workload, use_tqdm, on_phase or log.info)
     finally:
         engine.shutdown()

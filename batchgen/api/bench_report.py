@@ -8,6 +8,10 @@ from batchgen.engine.messages import EngineProfile
 from batchgen.quantities import counted
 
 _BAR = 24  # characters of a bar for the whole time
+_ABOVE = (
+    "Above 100 %: the machine was faster than when it was measured, or weights stayed in the processor's "
+    "cache, which is read faster than memory."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,8 @@ class BenchReport:
     def bound_share(self) -> float | None:
         """How much of what the machine allows was reached: `bound_s` over `seconds`.
 
-        It is above 1 where the machine ran faster than in the moments when it was measured.
+        It is above 1 where the machine ran faster than in the moments when it was measured, or where weights
+        that are counted as read from memory had stayed in the processor's cache.
         """
         return None if self.bound_s is None else self.bound_s / self.seconds
 
@@ -132,7 +137,7 @@ class BenchReport:
         is_above = any(
             _percent(least, self.profile.seconds[name]) > 100 for name, least in self.profile.bound_s.items()
         )
-        above = ["Above 100 %: the machine was faster than when it was measured."] if is_above else []
+        above = [_ABOVE] if is_above else []
         return [
             "",
             f"This machine did at most {ceilings['float_ops'] / 1e9:,.0f} float32 GFLOP/s and "

@@ -66,20 +66,21 @@ class MadeUp:
                 f"({self.prompt_tokens})"
             )
 
-    def make(self, vocab_size: int) -> Workload:
-        """The requests for a vocabulary; the same every time."""
+    def make(self, vocab_size: int, limit: int | None = None) -> Workload:
+        """The requests for a vocabulary, the first `limit` of them; the same every time."""
+        count = self.num_prompts if limit is None else min(limit, self.num_prompts)
         draw, first = random.Random(0), min(_FIRST_ID, vocab_size - 1)
 
         def ids(count: int) -> list[int]:
             return [draw.randrange(first, vocab_size) for _ in range(count)]
 
         shared = ids(self.shared_tokens)
-        prompts = [shared + ids(self.prompt_tokens - len(shared)) for _ in range(self.num_prompts)]
-        name = f"{counted(self.num_prompts, 'made-up prompt')} of {counted(self.prompt_tokens, 'token')}"
+        prompts = [shared + ids(self.prompt_tokens - len(shared)) for _ in range(count)]
+        name = f"{counted(count, 'made-up prompt')} of {counted(self.prompt_tokens, 'token')}"
         if shared:
             name += f", {len(shared)} of them the same for all"
         name += f", {counted(self.new_tokens, 'token')} each"
-        return Workload(name, prompts, [exact(self.new_tokens)] * self.num_prompts)
+        return Workload(name, prompts, [exact(self.new_tokens)] * count)
 
 
 def exact(new_tokens: int) -> SamplingParams:

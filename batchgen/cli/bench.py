@@ -12,6 +12,7 @@ from batchgen.errors import ConfigError
 
 if TYPE_CHECKING:
     from batchgen.api.bench_report import BenchReport
+    from batchgen.api.workload import MadeUp
 
 
 def bench(
@@ -41,7 +42,8 @@ def bench(
         int | None, typer.Option(metavar="N", help="Of each made-up prompt, the same for all. Default: 0.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Only the first N rows (default: 64) or requests.")
+        int | None,
+        typer.Option(metavar="N", help="Only the first N rows (default: 64), requests or prompts."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -88,7 +90,6 @@ def _measured(
             )
 
     from batchgen.api.bench import bench as run_bench
-    from batchgen.api.workload import MadeUp
 
     def say(line: str) -> None:
         if not quiet:
@@ -99,10 +100,23 @@ def _measured(
         model,
         job=job,
         requests=requests,
-        made_up=MadeUp(**given) if given else None,
+        made_up=_made_up(given),
         limit=limit,
         overrides=overrides,
         use_tqdm=not quiet and sys.stderr.isatty(),
         on_phase=say,
         **engine_args,
     )
+
+
+def _made_up(given: dict[str, int]) -> "MadeUp | None":
+    from batchgen.api.workload import MadeUp
+
+    try:
+        return MadeUp(**given) if given else None
+    except ConfigError as error:
+        # The option is spelled otherwise than the argument.
+        message = str(error).replace("num_prompts", "--prompts")
+        for name in ("prompt_tokens", "new_tokens", "shared_tokens"):
+            message = message.replace(name, "--" + name.replace("_", "-"))
+        raise ConfigError(message) from error

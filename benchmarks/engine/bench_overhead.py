@@ -3,14 +3,16 @@
     python -m benchmarks.engine.bench_overhead --quantization int8
 
 All requests decode together in this process. Of each step that only decodes the time is split: the recorded
-forward pass, the head (where tokens are drawn straight from it, drawing is part of it), drawing, and the
-rest, which is Python: scheduling, building the batch, taking in tokens, telling the caller. Medians over the
-steps. A second run gives each row a temperature, so that the sampler has something to do.
+forward pass, the head, drawing tokens, and the rest, which is Python: scheduling, building the batch, taking
+in tokens, telling the caller. Where tokens are drawn straight from the head's product, drawing is what that
+takes longer than the product alone, as timed in the run with top_p (a greedy head often takes less). Medians
+over the steps: with a temperature and top_p, with a temperature, greedy.
 """
 
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from batchgen.config import EngineConfig
@@ -43,16 +45,18 @@ class Timer:
         setattr(holder, method, timed)
 
 
-def measure(core: Any, timer: Timer, batch: int, new_tokens: int, temperature: float) -> dict[str, Any]:
-    """Milliseconds of the median decode step and of its parts."""
+def measure(
+    core: Any, timer: Timer, batch: int, new_tokens: int, ways: Mapping[str, Any], product_ms: float
+) -> dict[str, Any]:
+    """Milliseconds of the median decode step and of its parts; `product_ms` is that of the head alone."""
     draw = random.Random(batch)
     vocab = core.info.vocab_size
     for number in range(batch):
         ids = [draw.randrange(100, vocab) for _ in range(PROMPT_TOKENS)]
-        params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=new_tokens)
+        params = SamplingParams(**ways, ignore_eos=True, max_tokens=new_tokens)
         core.add(
             EngineRequest(
-                request_id=f"{temperature}-{number}", prompt_token_ids=pack_ids(ids), params=params,
+                request_id=f"{ways}-{number}", prompt_token_ids=pack_ids(ids), params=params,
                 seed=number, streams=False,
             )
         )  # fmt: skip
@@ -67,7 +71,11 @@ def measure(core: Any, timer: Timer, batch: int, new_tokens: int, temperature: f
         drawn = after.generation_tokens - before.generation_tokens
         if drawn == batch == after.num_running and after.prompt_tokens == before.prompt_tokens:
             rest = seconds - sum(timer.spent.values())
-            steps.append({"step": seconds, **timer.spent, "python": rest})
+            spent = dict(timer.spent)
+            if "sampling" not in spent:
+                spent["sampling"] = max(0.0, spent["head"] - product_ms / 1e3)
+                spent["head"] -= spent["sampling"]
+            steps.append({"step": seconds, **spent, "python": rest})
     steps = steps[len(steps) // 4 :]  # the first ones record and warm up
     parts = {part: 1e3 * statistics.median(each.get(part, 0.0) for each in steps) for part in steps[0]}
     shares = {
@@ -97,11 +105,14 @@ def main() -> None:
     timer.watch(model, "logits", "head")
     timer.watch(model, "drawn", "head")
     timer.watch(runner._sampler, "draw", "sampling")
-    for temperature in (0.0, 0.8):
-        found = measure(core, timer, args.batch, args.new_tokens, temperature)
+    # Drawing by top_p is apart from the head: what that takes then is the product.
+    product_ms = 0.0
+    for ways in ({"temperature": 0.8, "top_p": 0.95}, {"temperature": 0.8}, {"temperature": 0.0}):
+        found = measure(core, timer, args.batch, args.new_tokens, ways, product_ms)
         ms = found["ms"]
+        product_ms = product_ms or ms["head"]
         print(
-            f"batch {args.batch}, temperature {temperature}: step {ms['step']:.2f} ms: forward "
+            f"batch {args.batch}, {ways}: step {ms['step']:.2f} ms: forward "
             f"{ms['forward']:.2f}, head {ms['head']:.2f}, sampling {ms.get('sampling', 0.0):.2f} "
             f"({100 * found['sampling_share']:.1f} %), Python {ms['python']:.2f} "
             f"({100 * found['python_share']:.1f} %)",
@@ -109,7 +120,7 @@ def main() -> None:
         )
         if not args.no_save:
             case = {
-                "model": args.model, "batch": args.batch, "temperature": temperature,
+                "model": args.model, "batch": args.batch, **ways,
                 "quantization": args.quantization,
             }  # fmt: skip
             record.append("overhead", case, found)

@@ -47,6 +47,8 @@ class Sitting:
             for engine in self._pythons:
                 if engine in column.settings:
                     self._load(column, engine, loaded)
+                else:
+                    print(f"{column.name}: {engine} has nothing of the kind and is left out", flush=True)
             for number in range(rounds):
                 print(f"{column.name}, round {number + 1} of {rounds}", flush=True)
                 for place, case in enumerate(self._cases):
@@ -201,7 +203,8 @@ def main() -> None:
         except KeyboardInterrupt:
             print("interrupted: what has been measured counts")
     cells = sitting.ordered()
-    print(f"\n{table(cells)}\n\n{memory_table(cells)}")
+    print(f"\n{table(cells)}\n\nFigures and ratios are medians of the rounds, each by itself.\n")
+    print(memory_table(cells))
     title = f"{record.machine()['cpu']}, {args.threads} cores"
     if args.picture:
         args.picture.write_text(draw(cells, title), encoding="utf-8")

@@ -87,7 +87,8 @@ def newest(lines: Iterable[Mapping[str, Any]]) -> list[Cell]:
 def table(cells: Iterable[Cell]) -> str:
     """A Markdown table: a row for each column and case, an engine each, then batchgen to the best peer.
 
-    A star stands at a figure some of whose runs were noisy; a dash where an engine has none.
+    A star stands at a figure some of whose runs were noisy; a dash where an engine has none. Figures are
+    medians of the rounds, and so are ratios: they need not divide to one another.
     """
     some = list(cells)
     engines = list(dict.fromkeys(cell.engine for cell in some))
