@@ -52,6 +52,7 @@ class FailureCode(StrEnum):
     INVALID_ENCODING = "invalid_encoding"
     INVALID_PARAMETER = "invalid_parameter"
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
+    UNKNOWN_ADAPTER = "unknown_adapter"
     QUARANTINED = "quarantined"
     ENGINE_ERROR = "engine_error"
 
