@@ -56,6 +56,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "layers": (*BASE, *MODEL_PARTS),
     "quantization": (*BASE, *MODEL_PARTS),
     "models": (*BASE, *MODEL_PARTS),
+    "lora": (*BASE, *MODEL_PARTS),
+    # Looked at before a model loads, by who has no torch.
+    "lora.adapter_facts": BASE,
     "tokenizer": (*BASE, "models"),
     # Checks of grammars need neither torch nor the engine; masks read its records.
     "structured": (*BASE, "engine.scheduler_output"),
@@ -71,6 +74,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "api.workload": (*BASE, "jobs"),
     "counting": (*BASE, "engine.scheduler_output", "worker.executor", "whole_steps"),
     "whole_steps": (*BASE, "engine.scheduler_output"),
+    "tiny_adapters": (),
     "tiny_checkpoints": ("tiny_models",),
     "tiny_tool_checkpoints": ("tiny_checkpoints",),
     "tiny_models": (*BASE, *MODEL_PARTS, "tokenizer"),
@@ -92,6 +96,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "structured.grammars",
         "structured.vocabulary",
         "models.location",
+        "lora.adapter_facts",
         "sampling_defaults",
         "echo",
         "byte_tokenizer",
@@ -103,7 +108,7 @@ TOP = ("cli",)  # may import anything; nothing imports it
 # No torch: these must run, and be tested by the thousand, without a model.
 NO_TORCH = re.compile(
     r"jobs/.*|widgets/.*|batchgen/cli/.*|batchgen/(errors|registry|config|sampling_params|outputs|seeds|version)\.py"
-    r"|batchgen/engine/.*"
+    r"|batchgen/engine/.*|batchgen/lora/(__init__|adapter_facts)\.py"
 )
 HARDWARE = {
     # what nobody else may touch -> where it may be
