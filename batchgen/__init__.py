@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from batchgen.api.prompt_forms import TextPrompt, TokensPrompt
     from batchgen.api.workload import MadeUp
     from batchgen.errors import BatchgenError
+    from batchgen.lora_request import LoRARequest
     from batchgen.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -50,6 +51,7 @@ _HOMES = {
     "CompletionOutput": "batchgen.outputs",
     "FlatLogprobs": "batchgen.outputs",
     "LLM": "batchgen.api.llm",
+    "LoRARequest": "batchgen.lora_request",
     "Logprob": "batchgen.outputs",
     "MadeUp": "batchgen.api.workload",
     "RepetitionDetectionParams": "batchgen.sampling_params",
@@ -75,6 +77,7 @@ __all__ = [
     "BenchReport",
     "CompletionOutput",
     "FlatLogprobs",
+    "LoRARequest",
     "Logprob",
     "MadeUp",
     "RepetitionDetectionParams",

@@ -135,6 +135,12 @@ class RequestOutput:
     lora_request: Any = None
     error: RowFailure | None = None
 
+    def tell_lora(self, lora_request: Any) -> None:
+        """Note with which adapter it was computed, in every sample too."""
+        self.lora_request = lora_request
+        for sample in self.outputs:
+            sample.lora_request = lora_request
+
 
 @dataclass(slots=True)
 class BeamSearchSequence:
