@@ -193,8 +193,8 @@ class LoRAConfig:
         check_fields(self, _LORA_RULES, _SETTING)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
-                f"{_SETTING} 'max_cpu_loras'={self.max_cpu_loras} is less than max_loras={self.max_loras}: "
-                f"an adapter in a slot is in host memory too; raise the one or lower the other"
+                f"{_SETTING} 'max_cpu_loras'={self.max_cpu_loras}: less than max_loras={self.max_loras}, "
+                f"but an adapter in a slot is in host memory too; raise the one or lower the other"
             )
 
 
