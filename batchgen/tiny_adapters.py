@@ -66,13 +66,18 @@ def write_adapter(
     Args:
         folder: where; made.
         base: folder of the model, one file of safetensors; or module -> shape of its weight.
-        rank, alpha, rank_pattern, alpha_pattern, use_rslora, lora_bias, modules_to_save: as in peft's
-            LoraConfig.
+        rank: `r` of the file.
+        alpha: `lora_alpha` of the file.
+        rank_pattern: name or its end -> rank.
+        alpha_pattern: name or its end -> alpha.
         targets: names of modules, or the ends of such names; `embed_tokens` and `lm_head` may be among them.
+        use_rslora: scale by the root of the rank.
+        lora_bias: B has a bias.
+        modules_to_save: names of modules, or their ends, that are stored whole and changed.
         layers: only of these layers (`layers_to_transform`).
         bias: "all" stores every bias of the model and "lora_only" those beside adapted weights, changed.
-        saves_embeddings: store the model's own embedding and head too, whole and unchanged, as peft does when one
-            of them is a target.
+        saves_embeddings: store the model's own embedding and head too, whole and unchanged, as peft does when
+            one of them is a target.
         is_zero: B is zero, as before training: the adapter changes nothing.
         strength: about how much the adapter adds to what a layer gives, before scaling.
         seed: of the numbers.
@@ -141,7 +146,7 @@ def _ends_with(module: str, target: str) -> bool:
 
 
 def _pattern_for(module: str, patterns: Mapping[str, Any]) -> str | None:
-    """The first key of a rank_pattern that is for this module: a regular expression for the end of its name."""
+    """The first key of a rank_pattern that is for this module: a regular expression for the name's end."""
     return next((key for key in patterns if re.fullmatch(rf"(.*\.)?({key})", module)), None)
 
 
@@ -206,10 +211,11 @@ def _embeddings(base: Path | Shapes, adapted: Collection[str]) -> Arrays:
     """Embedding and head as they are; an adapted one stands one level further down in peft's model."""
     tensors = _base_tensors(base)
     tensors.setdefault(f"{_HEAD}.weight", tensors[f"{_EMBEDDING}.weight"])
-    return {
-        f"{module}.base_layer.weight" if module in adapted else f"{module}.weight": tensors[f"{module}.weight"]
-        for module in (_EMBEDDING, _HEAD)
-    }
+    found = {}
+    for module in (_EMBEDDING, _HEAD):
+        inner = ".base_layer" if module in adapted else ""
+        found[f"{module}{inner}.weight"] = tensors[f"{module}.weight"]
+    return found
 
 
 def _base_tensors(base: Path | Shapes) -> Arrays:

@@ -24,6 +24,7 @@ class JobSummary:
         rows_total: rows of the job, or None when a run was stopped before that was known.
         failures: `error.code` -> rows.
         finish_reasons: reason -> samples.
+        adapters: adapter -> rows of this run that it was used for.
         was_finished: there was nothing to do.
         stopped: exit code of an interrupted run, 128 and the signal's number; None when it ended by itself.
     """
@@ -35,6 +36,7 @@ class JobSummary:
     rows_now: int
     failures: Mapping[str, int] = field(default_factory=dict)
     finish_reasons: Mapping[str, int] = field(default_factory=dict)
+    adapters: Mapping[str, int] = field(default_factory=dict)
     input_tokens: int = 0
     generated_tokens: int = 0
     elapsed_s: float = 0.0
@@ -63,6 +65,9 @@ class JobSummary:
         if self.rows_failed:
             codes = ", ".join(f"{code} {count:,}" for code, count in sorted(self.failures.items()))
             lines.append(f"{counted(self.rows_failed, 'row')} failed ({codes}); the `error` column says why")
+        if self.adapters:
+            used = ", ".join(f"{name} {counted(rows, 'row')}" for name, rows in sorted(self.adapters.items()))
+            lines.append(f"adapters: {used}")
         reasons = self.finish_reasons
         samples = sum(reasons.values()) - reasons.get(FinishReason.ERROR, 0)
         cut = reasons.get(FinishReason.LENGTH, 0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from batchgen.cli.settings import parse_settings
-from batchgen.errors import ConfigError, EngineError
+from batchgen.errors import ConfigError, EngineError, ModelError
 from batchgen.quantities import counted
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ def generate(
         str | None,
         typer.Option(help="A grammar in Lark's syntax or GBNF, or a file with one; the text conforms to it."),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="A LoRA adapter: a folder as peft writes it, or a hub id."),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,6 +103,8 @@ def generate(
     if rules := _grammar(json_schema, regex, choice, grammar):
         given["structured_outputs"] = {**(given.get("structured_outputs") or {}), **rules}
 
+    if adapter is not None:
+        adapter = _adapter_folder(adapter, engine_args)
     from batchgen.api.caller import Caller
 
     def say(line: str) -> None:
@@ -118,8 +124,12 @@ def generate(
             say(line)
         say(f"{info.model}: loaded in {info.load_s:.1f} s")
         caller.check([params], info)
+        if adapter is not None:
+            loaded = engine.load_adapter(Path(adapter).name, adapter)
+            say(f"adapter {loaded.name}: rank {loaded.rank}, {counted(loaded.num_modules, 'module')}")
         streams = sys.stdout.isatty() and params.num_samples == 1
-        request = caller.request(read, params, streams=streams)
+        name = None if adapter is None else Path(adapter).name
+        request = caller.request(read, params, streams=streams, adapter=name)
         start = time.monotonic()
         output = _run(engine, request, use_tqdm=not (quiet or streams) and sys.stderr.isatty())
         seconds = time.monotonic() - start
@@ -133,6 +143,18 @@ def generate(
         for position in sample.logprobs or ():
             typer.echo(_shown(position or {}), err=True)
     say(_summary(output, seconds))
+
+
+def _adapter_folder(adapter: str, engine_args: dict[str, Any]) -> str:
+    """The folder of `--adapter`, looked at before the model loads; the engine gets a slot for it."""
+    from batchgen.lora import check_adapter
+
+    if engine_args.setdefault("enable_lora", True) is not True:
+        raise ConfigError("--set enable_lora: an --adapter needs it to be true; leave one of the two out")
+    try:
+        return str(check_adapter(adapter).path)
+    except (ConfigError, ModelError) as error:
+        raise ConfigError(f"--adapter {adapter}: {error}") from error
 
 
 def _beams(width: int | None, n: int | None, temperature: float | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""LoRA adapters: their files, what they add to the layers of a model, and the slots that they are computed in.
+"""LoRA adapters: their files, what they add to a model's layers, and the slots that they are computed in.
 
 What this file gives needs no torch.
 """

@@ -1,4 +1,4 @@
-"""AdapterFacts: what an adapter's files say without torch: its ranks, its modules, and what it is by content."""
+"""AdapterFacts: what an adapter's files say without torch: its ranks, its modules, its content as a hash."""
 
 import hashlib
 import json
@@ -121,8 +121,8 @@ def _checked(folder: Path, adapter: str) -> Path:
     if not (folder / TENSOR_FILE).is_file():
         if (folder / _PICKLED_FILE).is_file():
             raise ConfigError(
-                f"{adapter!r} holds {_PICKLED_FILE}, which may run code when it is read; save it as safetensors "
-                f"(peft: save_pretrained(..., safe_serialization=True))"
+                f"{adapter!r} holds {_PICKLED_FILE}, which may run code when it is read; save it as "
+                f"safetensors (peft: save_pretrained(..., safe_serialization=True))"
             )
         raise ConfigError(f"{adapter!r} holds an {CONFIG_FILE} but no {TENSOR_FILE}")
     return folder
@@ -141,9 +141,7 @@ def _from_hub(adapter: str) -> Path:
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"no such folder {adapter!r}, and not to be had from the hub: {reason}"
-        ) from error
+        raise ConfigError(f"no such folder {adapter!r}, and not to be had from the hub: {reason}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
