@@ -22,12 +22,16 @@ from batchgen.kernels.backend import (
     select,
 )
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV, torch_dtype
+from batchgen.kernels.lora import LoraBank, LoraPart, LoraSegments, PackedLora
 from batchgen.kernels.program import Program, StepSizes
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.row_ops import Activation, RowOps
 from batchgen.kernels.sampling import Draws, Penalties, Scores
 
-__all__ = ["Activation", "Choice", "Kernels", "PackedLinear", "Quantized", "choose"]
+__all__ = [
+    "Activation", "Choice", "Kernels", "LoraBank", "LoraPart", "LoraSegments", "PackedLinear", "PackedLora",
+    "Quantized", "choose",
+]  # fmt: skip
 
 
 def choose(
