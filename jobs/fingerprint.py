@@ -45,6 +45,8 @@ _FREE = frozenset(
         "engine.pipeline_parallel_size",
         "engine.data_parallel_size",
         "engine.enable_expert_parallel",
+        # Of jobs that ran before there were adapters.
+        "engine.enable_lora",
         "lora.max_loras",
         "lora.max_lora_rank",
         "lora.max_cpu_loras",
@@ -120,7 +122,7 @@ def check_same_job(manifest: Manifest, current: Mapping[str, Any], output: objec
     changed: dict[str, list[str]] = {}
     for key in sorted(manifest.fingerprint.keys() | current.keys()):
         if not _counts(key):
-            continue  # an earlier version took it into account
+            continue  # stored by a version that took it into account
         now = current.get(key)
         then = _decided(key, manifest.fingerprint.get(key), manifest)
         if then == _decided(key, now, manifest):
