@@ -79,12 +79,14 @@ def load_adapters(
     """
     for name, facts in adapters.items():
         try:
-            engine.load_adapter(name, str(facts.path))
+            loaded = engine.load_adapter(name, str(facts.path))
         except (ConfigError, ModelError, CapacityError) as error:
             kind = ConfigError if isinstance(error, ConfigError) else type(error)
             raise kind(_about(spec, name, error)) from error
         modules = counted(facts.num_modules, "module")
         reporter.say(f"adapter {name}: rank {facts.max_rank}, {modules} ({display_path(facts.path)})")
+        for warning in loaded.warnings:
+            reporter.say(f"adapter {name}: {warning}")
         events.put(
             "adapter",
             name=name,
@@ -92,6 +94,7 @@ def load_adapters(
             rank=facts.max_rank,
             num_modules=facts.num_modules,
             content_hash=facts.content_hash,
+            warnings=list(loaded.warnings),
         )
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from batchgen.api.prompt_forms import Read
     from batchgen.engine.client import EngineClient
     from batchgen.engine.messages import EngineRequest
+    from batchgen.lora import AdapterFacts
     from batchgen.outputs import PositionLogprobs, RequestOutput
     from batchgen.sampling_params import SamplingParams
 
@@ -103,8 +104,7 @@ def generate(
     if rules := _grammar(json_schema, regex, choice, grammar):
         given["structured_outputs"] = {**(given.get("structured_outputs") or {}), **rules}
 
-    if adapter is not None:
-        adapter = _adapter_folder(adapter, engine_args)
+    facts = None if adapter is None else _adapter_facts(adapter, engine_args)
     from batchgen.api.caller import Caller
 
     def say(line: str) -> None:
@@ -124,11 +124,13 @@ def generate(
             say(line)
         say(f"{info.model}: loaded in {info.load_s:.1f} s")
         caller.check([params], info)
-        if adapter is not None:
-            loaded = engine.load_adapter(Path(adapter).name, adapter)
-            say(f"adapter {loaded.name}: rank {loaded.rank}, {counted(loaded.num_modules, 'module')}")
+        name = None if facts is None else facts.path.name
+        if facts is not None and name is not None:
+            loaded = engine.load_adapter(name, str(facts.path))
+            say(f"adapter {name}: rank {facts.max_rank}, {counted(facts.num_modules, 'module')}")
+            for warning in loaded.warnings:
+                say(f"adapter {name}: {warning}")
         streams = sys.stdout.isatty() and params.num_samples == 1
-        name = None if adapter is None else Path(adapter).name
         request = caller.request(read, params, streams=streams, adapter=name)
         start = time.monotonic()
         output = _run(engine, request, use_tqdm=not (quiet or streams) and sys.stderr.isatty())
@@ -145,14 +147,14 @@ def generate(
     say(_summary(output, seconds))
 
 
-def _adapter_folder(adapter: str, engine_args: dict[str, Any]) -> str:
-    """The folder of `--adapter`, looked at before the model loads; the engine gets a slot for it."""
+def _adapter_facts(adapter: str, engine_args: dict[str, Any]) -> "AdapterFacts":
+    """What `--adapter` names, looked at before the model loads; the engine gets slots."""
     from batchgen.lora import check_adapter
 
     if engine_args.setdefault("enable_lora", True) is not True:
         raise ConfigError("--set enable_lora: an --adapter needs it to be true; leave one of the two out")
     try:
-        return str(check_adapter(adapter).path)
+        return check_adapter(adapter)
     except (ConfigError, ModelError) as error:
         raise ConfigError(f"--adapter {adapter}: {error}") from error
 
