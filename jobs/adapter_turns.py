@@ -28,7 +28,6 @@ class AdapterTurns:
         self._in_flight: dict[str, int] = {}
         self._leaving: str | None = None
         self._num_put = 0
-        self.num_turns = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -59,7 +58,6 @@ class AdapterTurns:
         if not self._waiting[adapter]:
             del self._waiting[adapter]
         if adapter is not None:
-            self.num_turns += adapter not in self._in_flight
             self._in_flight[adapter] = self._in_flight.get(adapter, 0) + 1
         return ready
 
