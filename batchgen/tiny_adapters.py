@@ -24,6 +24,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 # What adapter_config.json holds when nothing special was asked for.
 _CONFIG: Mapping[str, Any] = {
+    "alpha_pattern": {},
     "auto_mapping": None,
     "base_model_name_or_path": "tiny",
     "bias": "none",
@@ -32,11 +33,15 @@ _CONFIG: Mapping[str, Any] = {
     "init_lora_weights": True,
     "layer_replication": None,
     "layers_pattern": None,
+    "lora_bias": False,
     "lora_dropout": 0.0,
+    "modules_to_save": None,
     "peft_type": "LORA",
+    "rank_pattern": {},
     "revision": None,
     "task_type": "CAUSAL_LM",
     "use_dora": False,
+    "use_rslora": False,
 }
 
 
@@ -47,13 +52,7 @@ def write_adapter(
     rank: int = 4,
     alpha: float = 8,
     targets: Sequence[str] = ALL_LINEAR,
-    rank_pattern: Mapping[str, int] | None = None,
-    alpha_pattern: Mapping[str, float] | None = None,
     layers: Sequence[int] | None = None,
-    use_rslora: bool = False,
-    lora_bias: bool = False,
-    bias: str = "none",
-    modules_to_save: Sequence[str] = (),
     saves_embeddings: bool = False,
     is_zero: bool = False,
     strength: float = 0.3,
@@ -68,56 +67,34 @@ def write_adapter(
         base: folder of the model, one file of safetensors; or module -> shape of its weight.
         rank: `r` of the file.
         alpha: `lora_alpha` of the file.
-        rank_pattern: name or its end -> rank.
-        alpha_pattern: name or its end -> alpha.
         targets: names of modules, or the ends of such names; `embed_tokens` and `lm_head` may be among them.
-        use_rslora: scale by the root of the rank.
-        lora_bias: B has a bias.
-        modules_to_save: names of modules, or their ends, that are stored whole and changed.
         layers: only of these layers (`layers_to_transform`).
-        bias: "all" stores every bias of the model and "lora_only" those beside adapted weights, changed.
         saves_embeddings: store the model's own embedding and head too, whole and unchanged, as peft does when
             one of them is a target.
         is_zero: B is zero, as before training: the adapter changes nothing.
         strength: about how much the adapter adds to what a layer gives, before scaling.
         seed: of the numbers.
         dtype: of the tensors, float32 or float16.
-        **config: more keys of the file, as they are; `use_dora=True` adds magnitudes.
+        **config: more keys of the file, as they are. Tensors follow `rank_pattern`, `lora_bias`, `bias` ("all"
+            stores every bias of the model, changed), `modules_to_save` (whole, changed) and `use_dora`.
 
     Returns:
         The folder.
     """
+    written = {**_CONFIG, "r": rank, "lora_alpha": alpha, "target_modules": list(targets), **config}
+    written["layers_to_transform"] = None if layers is None else list(layers)
     shapes = base_shapes(base) if isinstance(base, Path) else dict(base)
-    rng = np.random.default_rng(seed)
-    ranks, tensors = dict(rank_pattern or {}), {}
     adapted = target_modules(shapes, targets, layers)
+    rng = np.random.default_rng(seed)
+    tensors: Arrays = {}
     for module in adapted:
-        size = ranks[found] if (found := _pattern_for(module, ranks)) else rank
-        tensors |= _pair(module, shapes[module], size, rng, 0.0 if is_zero else strength)
-        if lora_bias:
-            tensors[f"{module}.lora_B.bias"] = _noise(rng, (shapes[module][0],), strength)
-        if config.get("use_dora"):
-            tensors[f"{module}.lora_magnitude_vector"] = _magnitudes(base, module, shapes, rng)
-    tensors |= _saved(base, modules_to_save, bias, adapted, rng, strength)
+        tensors |= _adapted(module, base, shapes, written, rng, 0.0 if is_zero else strength)
+    tensors |= _saved(base, written["modules_to_save"] or (), written["bias"], adapted, rng, strength)
     if saves_embeddings:
         tensors |= _embeddings(base, adapted)
     folder.mkdir(parents=True, exist_ok=True)
     stored = {f"{_PREFIX}{name}": value.astype(dtype) for name, value in tensors.items()}
     save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    written = {
-        **_CONFIG,
-        "r": rank,
-        "lora_alpha": alpha,
-        "rank_pattern": ranks,
-        "alpha_pattern": dict(alpha_pattern or {}),
-        "target_modules": list(targets),
-        "layers_to_transform": None if layers is None else list(layers),
-        "use_rslora": use_rslora,
-        "lora_bias": lora_bias,
-        "bias": bias,
-        "modules_to_save": list(modules_to_save) or None,
-        **config,
-    }
     (folder / "adapter_config.json").write_text(json.dumps(written, indent=2, sort_keys=True))
     return folder
 
@@ -148,6 +125,25 @@ def _ends_with(module: str, target: str) -> bool:
 def _pattern_for(module: str, patterns: Mapping[str, Any]) -> str | None:
     """The first key of a rank_pattern that is for this module: a regular expression for the name's end."""
     return next((key for key in patterns if re.fullmatch(rf"(.*\.)?({key})", module)), None)
+
+
+def _adapted(
+    module: str,
+    base: Path | Shapes,
+    shapes: Shapes,
+    config: Mapping[str, Any],
+    rng: np.random.Generator,
+    strength: float,
+) -> Arrays:
+    """What an adapter has for a module that it targets."""
+    ranks = config["rank_pattern"]
+    rank = ranks[found] if (found := _pattern_for(module, ranks)) else config["r"]
+    tensors = _pair(module, shapes[module], rank, rng, strength)
+    if config["lora_bias"]:
+        tensors[f"{module}.lora_B.bias"] = _noise(rng, (shapes[module][0],), strength)
+    if config["use_dora"]:
+        tensors[f"{module}.lora_magnitude_vector"] = _magnitudes(base, module, shapes, rng)
+    return tensors
 
 
 def _pair(
@@ -201,7 +197,7 @@ def _saved(
         changed = changed + _noise(rng, tensor.shape, strength * float(changed.std() or 1.0))
         if any(_ends_with(module, wanted) for wanted in modules):
             found[name] = changed
-        elif parameter == "bias" and (bias == "all" or (bias == "lora_only" and module in adapted)):
+        elif parameter == "bias" and bias == "all":
             # An adapted layer stands one level further down in peft's model.
             found[f"{module}.base_layer.bias" if module in adapted else name] = changed
     return found

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "all biases": {"bias": "all", "targets": ("q_proj", "down_proj")},
     "ends": {"targets": (*ALL_LINEAR, "embed_tokens", "lm_head")},
     "ends stored": {"targets": ("embed_tokens", "lm_head"), "saves_embeddings": True},
-    "whole modules": {"modules_to_save": ("lm_head", "norm")},
+    "whole modules": {"modules_to_save": ["lm_head", "norm"]},
     "dora": {"use_dora": True},
     "half": {"dtype": "float16"},
 }
