@@ -75,8 +75,8 @@ def write_adapter(
         strength: about how much the adapter adds to what a layer gives, before scaling.
         seed: of the numbers.
         dtype: of the tensors, float32 or float16.
-        **config: more keys of the file, as they are. Tensors follow `rank_pattern`, `lora_bias`, `bias` ("all"
-            stores every bias of the model, changed), `modules_to_save` (whole, changed) and `use_dora`.
+        **config: more keys of the file, as they are. Tensors follow `rank_pattern`, `lora_bias`, `bias`
+            ("all": every bias of the model, changed), `modules_to_save` (whole, changed) and `use_dora`.
 
     Returns:
         The folder.
