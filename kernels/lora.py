@@ -1,4 +1,4 @@
-"""LoRA in the kernels: adapters of one linear layer in slots, and which rows of a step belong to which slot."""
+"""LoRA in the kernels: adapters of one layer in slots, and which rows of a step belong to which slot."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class PackedLora(ABC):
 
 
 class LoraBank(ABC):
-    """The slots of one layer, all empty at first. What is recorded with a bank stays right when slots change."""
+    """The slots of one layer, empty at first. What is recorded with a bank stays right when slots change."""
 
     def __init__(self, layer: LoraLayer, num_slots: int):
         self.layer, self.num_slots = layer, num_slots
@@ -158,7 +158,7 @@ class LoraSegments:
 
 
 class LoraBackend:
-    """What a kernel backend with the operation "lora" does, after the checks of `LoraOps`, which documents it."""
+    """What a kernel backend with the operation "lora" does; `LoraOps` checks and documents it."""
 
     def pack_lora(self, layer: LoraLayer, parts: Sequence[LoraPart | None], dtype: torch.dtype) -> PackedLora:
         """See `LoraOps.pack_lora`; a table's one part too."""

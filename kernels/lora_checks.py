@@ -26,7 +26,9 @@ def check_adapter(
     return LORA_DTYPES[dtype]
 
 
-def _check_part(where: str, home: Home, layer: LoraLayer, part: LoraPart, size: int, kept: torch.dtype) -> None:
+def _check_part(
+    where: str, home: Home, layer: LoraLayer, part: LoraPart, size: int, kept: torch.dtype
+) -> None:
     tensors = [part.a, part.b] if part.bias is None else [part.a, part.b, part.bias]
     if (
         part.a.dim() != 2
@@ -77,7 +79,7 @@ def _check_segments(
 def check_lora_add(
     home: Home, x: Tensor | Quantized, bank: LoraBank, segments: LoraSegments, out: Tensor
 ) -> None:
-    """Want x [T, K] with dense rows, or quantized; out [T, N] with dense rows; room for T rows in segments."""
+    """Want x [T, K], quantized or with dense rows; out [T, N] with dense rows; segments with room for T."""
     width = bank.layer.in_features
     if isinstance(x, Quantized):
         if not is_quantized(x, x.values.shape[0], width, home.device):
@@ -97,7 +99,7 @@ def check_lora_add(
 def check_lora_gather_add(
     home: Home, ids: Tensor, bank: LoraBank, segments: LoraSegments, out: Tensor
 ) -> None:
-    """Want ids [T] int64; out [T, E] with dense rows; room for T rows in segments."""
+    """Want ids [T] int64; out [T, E] with dense rows; segments with room for T."""
     if (
         ids.dim() != 1
         or ids.dtype is not torch.int64

@@ -79,7 +79,7 @@ class LoraOps:
         self._lora.lora_add(x, bank, segments, out)
 
     def lora_gather_add(self, ids: Tensor, bank: LoraBank, segments: LoraSegments, out: Tensor) -> None:
-        """Add to each slot's rows what its adapter says to an embedding: out[row] += b · a[:, ids[row]] + bias.
+        """Do what `lora_add` does beside an embedding: out[row] += b · a[:, ids[row]] + bias.
 
         Shapes: ids [T] int64; bank: one for a table; segments as LoraSegments says; out [T, E], dense rows.
         In place: out.

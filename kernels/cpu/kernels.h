@@ -28,6 +28,8 @@
     X(silu_mul) \
     X(linear_int8) \
     X(linear_coded) \
+    X(lora) \
+    X(lora_expand) \
     X(quantize) \
     X(rounding_loss) \
     X(kronecker) \

@@ -16,15 +16,16 @@ class ReferenceLora(PackedLora):
 
     def __init__(self, layer: LoraLayer, parts: Sequence[LoraPart | None], dtype: torch.dtype):
         self.layer = layer
-        self.parts = [
-            None if part is None else LoraPart(part.a.detach().to(dtype), part.b.detach().to(dtype), part.bias)
-            for part in parts
-        ]
+        self.parts = [None if part is None else _rounded(part, dtype) for part in parts]
 
     @override
     def tensors(self) -> list[Tensor]:
         kept = [(part.a, part.b, part.bias) for part in self.parts if part is not None]
         return [tensor for part in kept for tensor in part if tensor is not None]
+
+
+def _rounded(part: LoraPart, dtype: torch.dtype) -> LoraPart:
+    return LoraPart(part.a.detach().to(dtype), part.b.detach().to(dtype), part.bias)
 
 
 class ReferenceLoraBank(LoraBank):
@@ -36,7 +37,7 @@ class ReferenceLoraBank(LoraBank):
             raise KernelError("lora_bank: the adapter is packed by another backend")
 
     def parts_of(self, segments: LoraSegments, num_rows: int) -> Iterator[tuple[Tensor, slice, LoraPart]]:
-        """For each slot's rows, and each part that its adapter has: the rows, the part's columns, the part."""
+        """For each slot and each part that its adapter has: the slot's rows, the part's columns, the part."""
         starts = segments.starts.tolist()
         for slot, packed in enumerate(self._held):
             rows = segments.rows[starts[slot] : starts[slot + 1]].long()
