@@ -55,7 +55,7 @@ class LoraLayer:
         return sum(self.part_sizes)
 
     def __str__(self) -> str:
-        kind = "embedding" if self.is_table else "layer"
+        kind = "an embedding" if self.is_table else "a layer"
         return f"{kind} of {self.in_features} inputs and {list(self.part_sizes)} outputs"
 
 
@@ -88,7 +88,7 @@ class LoraBank(ABC):
         if not 0 <= slot < self.num_slots:
             raise KernelError(f"lora_bank: slot {slot} is outside of the {self.num_slots} there are")
         if packed is not None and packed.layer != self.layer:
-            raise KernelError(f"lora_bank: an adapter of a {packed.layer} in a bank of a {self.layer}")
+            raise KernelError(f"lora_bank: an adapter of {packed.layer} in a bank of {self.layer}")
         self._place(slot, packed)
         self._held[slot] = packed
 

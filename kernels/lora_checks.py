@@ -19,7 +19,7 @@ def check_adapter(
         raise KernelError(f"{op}: A and B are kept as {', '.join(LORA_DTYPES)}, not {dtype!r}")
     check_layer(op, layer)
     if len(parts) != len(layer.part_sizes):
-        raise ShapeError(f"{op}: {len(parts)} parts of an adapter for a {layer}")
+        raise ShapeError(f"{op}: {len(parts)} parts of an adapter for {layer}")
     for number, (part, size) in enumerate(zip(parts, layer.part_sizes, strict=True)):
         if part is not None:
             _check_part(f"{op}: part {number}", home, layer, part, size, LORA_DTYPES[dtype])
@@ -57,14 +57,14 @@ def _check_part(
 def check_layer(op: str, layer: LoraLayer) -> None:
     """Want inputs, and outputs of each part."""
     if layer.in_features < 1 or not layer.part_sizes or min(layer.part_sizes) < 1:
-        raise ShapeError(f"{op}: a {layer} is none")
+        raise ShapeError(f"{op}: {layer} makes no sense")
 
 
 def _check_segments(
     op: str, home: Home, bank: LoraBank, segments: LoraSegments, rows: int, out: Tensor, is_table: bool
 ) -> None:
     if bank.layer.is_table != is_table:
-        raise KernelError(f"{op}: the bank is one of a {bank.layer}")
+        raise KernelError(f"{op}: the bank is one of {bank.layer}")
     if (
         out.dim() != 2
         or not is_part_out(out, home, (rows, bank.layer.out_features))
@@ -73,7 +73,7 @@ def _check_segments(
         or not is_at(home.device, segments.rows)
     ):
         error = disagree(op, home, out=out, rows=segments.rows, starts=segments.starts)
-        raise type(error)(f"{error}; {rows} rows, {bank.num_slots} slots of a {bank.layer}")
+        raise type(error)(f"{error}; {rows} rows, {bank.num_slots} slots of {bank.layer}")
 
 
 def check_lora_add(
@@ -92,7 +92,7 @@ def check_lora_add(
         or not is_at(home.device, x)
     ):
         error = disagree("lora_add", home, x=x, out=out)
-        raise type(error)(f"{error}; the bank is one of a {bank.layer}")
+        raise type(error)(f"{error}; the bank is one of {bank.layer}")
     _check_segments("lora_add", home, bank, segments, x.shape[0], out, is_table=False)
 
 

@@ -137,7 +137,7 @@ def _run(
 
 def _scratch(calls: Calls) -> Tensor:
     """What lies between two operations; those of a program run one after the other and share it."""
-    notes = {} if calls.tape is None else calls.tape.notes
+    notes: dict[object, object] = {} if calls.tape is None else calls.tape.notes
     scratch = notes.get("lora")
     if not isinstance(scratch, Tensor):
         scratch = notes["lora"] = torch.empty(ROOM)
