@@ -132,6 +132,9 @@ def _run(
         *given, bank.layer.in_features, rows, segments.rows, segments.starts, bank.num_slots,
         len(bank.layer.part_sizes), bank.table, bank.columns, out, out.stride(0), _scratch(calls), ROOM,
     )  # fmt: skip
+    if calls.tape is not None:
+        # The table alone would not keep the adapters that it points to.
+        calls.tape.kept.append(bank)
     calls.together([(operation, fields) for operation in operations])
 
 

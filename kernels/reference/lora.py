@@ -36,13 +36,20 @@ class ReferenceLoraBank(LoraBank):
         if packed is not None and not isinstance(packed, ReferenceLora):
             raise KernelError("lora_bank: the adapter is packed by another backend")
 
-    def parts_of(self, segments: LoraSegments, num_rows: int) -> Iterator[tuple[Tensor, slice, LoraPart]]:
+    def parts_of(
+        self, op: str, segments: LoraSegments, num_rows: int
+    ) -> Iterator[tuple[Tensor, slice, LoraPart]]:
         """For each slot and each part that its adapter has: the slot's rows, the part's columns, the part."""
         starts = segments.starts.tolist()
+        used = segments.rows[: starts[-1]]
+        if (
+            starts != sorted(starts)
+            or not starts[0] == 0 <= starts[-1] <= num_rows
+            or (used.numel() and not 0 <= int(used.min()) <= int(used.max()) < num_rows)
+        ):
+            raise KernelError(f"{op}: segments name rows outside of the {num_rows} that there are")
         for slot, packed in enumerate(self._held):
             rows = segments.rows[starts[slot] : starts[slot + 1]].long()
-            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-                raise KernelError(f"lora_add: a row of slot {slot} is outside of the {num_rows} there are")
             if packed is None or not rows.numel():
                 continue
             assert isinstance(packed, ReferenceLora)
@@ -55,7 +62,7 @@ class ReferenceLoraBank(LoraBank):
 
 def lora_add(x: Tensor, bank: ReferenceLoraBank, segments: LoraSegments, out: Tensor) -> None:
     """See `Kernels.lora_add`."""
-    for rows, columns, part in bank.parts_of(segments, x.shape[0]):
+    for rows, columns, part in bank.parts_of("lora_add", segments, x.shape[0]):
         dtype = working_dtype(x)
         _add(x[rows].to(dtype) @ part.a.to(dtype).T, rows, columns, part, out)
 
@@ -63,10 +70,10 @@ def lora_add(x: Tensor, bank: ReferenceLoraBank, segments: LoraSegments, out: Te
 def lora_gather_add(ids: Tensor, bank: ReferenceLoraBank, segments: LoraSegments, out: Tensor) -> None:
     """See `Kernels.lora_gather_add`."""
     vocab_size = bank.layer.in_features
-    for rows, columns, part in bank.parts_of(segments, ids.shape[0]):
+    for rows, columns, part in bank.parts_of("lora_gather_add", segments, ids.shape[0]):
         wanted = ids[rows]
         if not 0 <= int(wanted.min()) <= int(wanted.max()) < vocab_size:
-            raise KernelError(f"lora_gather_add: an id is outside of the {vocab_size} there are")
+            raise KernelError(f"lora_gather_add: an id is outside of the table of {vocab_size}")
         _add(part.a[:, wanted].T.to(working_dtype(out)), rows, columns, part, out)
 
 

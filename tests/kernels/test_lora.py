@@ -234,11 +234,14 @@ def test_programs_follow_segments_and_slots(make_kernels, num_threads):
         for count in (1, 70, 0, 13):
             segments.fill([(row + number) % 3 - 1 for row in range(count)])
             results = []
-            for run in (lambda: program.run(StepSizes(count, 1, 1, 1)), lambda: step(count)):
+            for is_recorded in (True, False):
                 ids[:count] = torch.arange(count) % 100
                 x.copy_(_draw(*x.shape, seed=number))
                 out.copy_(_draw(*out.shape, seed=number + 1))
-                run()
+                if is_recorded:
+                    program.run(StepSizes(count, 1, 1, 1))
+                else:
+                    step(count)
                 results.append((x.clone(), out.clone()))
             assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
@@ -279,21 +282,22 @@ def test_the_work_of_few_rows_is_split(make_invariant_kernels, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "starts", "expected"),
+    ("rows", "starts"),
     [
-        ([0, 4], [0, 1, 2], "rows"),
-        ([-1, 0], [0, 1, 2], "row"),
-        ([0, 1], [0, 2, 1], ""),
-        ([0, 1], [0, 1, 9], ""),
+        ([0, 4], [0, 1, 2]),
+        ([-1, 0], [0, 1, 2]),
+        ([0, 1], [0, 2, 1]),
+        ([0, 1], [0, 1, 9]),
+        ([0, 1], [1, 1, 2]),
     ],
 )
-def test_segments_that_point_outside_are_refused(make_kernels, rows, starts, expected):
+def test_segments_that_point_outside_are_refused(make_kernels, rows, starts):
     kernels = make_kernels()
     bank = _bank(kernels, 64, (32,), _adapters(64, (32,), [(8,), (8,)]))
     segments = LoraSegments(
         torch.tensor([*rows, 0, 0], dtype=torch.int32), torch.tensor(starts, dtype=torch.int32)
     )
-    with pytest.raises(KernelError, match=f"lora_add: .*{expected}"):
+    with pytest.raises(KernelError, match="lora_add: segments name rows outside"):
         kernels.lora_add(_draw(4, 64), bank, segments, torch.zeros(4, 32))
 
 
@@ -312,7 +316,8 @@ def test_adapters_that_do_not_fit_are_refused(make_kernels):
     kernels, good = make_kernels(), _part(64, 32, 8)
     for part in (
         LoraPart(good.a[:, 1:], good.b), LoraPart(good.a, good.b[:, 1:]), LoraPart(good.a, good.b[1:]),
-        LoraPart(good.a, good.b, torch.zeros(31)), LoraPart(good.a.int(), good.b), LoraPart(good.a[0], good.b),
+        LoraPart(good.a, good.b, torch.zeros(31)), LoraPart(good.a.int(), good.b),
+        LoraPart(good.a[0], good.b),
     ):  # fmt: skip
         with pytest.raises(ShapeError, match=r"pack_lora: part 1: wants a \[r, 64\]"):
             kernels.pack_lora(64, [5, 32], [None, part])

@@ -21,6 +21,8 @@ from batchgen.kernels.backend import BACKENDS, OPERATIONS, Choice, PackedLinear
 from batchgen.kernels.cpu import CpuBackend
 from batchgen.kernels.cpu.calls import OP_FIELDS, STEP_SIZES, Operation
 from batchgen.kernels.cpu.library import _SIGNATURES, Library, load
+from batchgen.kernels.cpu.lora import CpuLoraBank
+from batchgen.kernels.lora import PackedLora
 from batchgen.kernels.ops import Kernels
 
 # As in driver.c.
@@ -155,8 +157,10 @@ class Transcript:
         """Remember all tensors in a value: addresses will be looked up in them."""
         if isinstance(value, Tensor):
             self._tensors.append(value)
-        elif isinstance(value, PackedLinear):
+        elif isinstance(value, PackedLinear | PackedLora):
             self.know(value.tensors())
+        elif isinstance(value, CpuLoraBank):
+            self.know([value.table, value.columns])
         elif isinstance(value, list | tuple):
             for each in value:
                 self.know(each)
