@@ -140,9 +140,7 @@ def main() -> None:
                 spread = {name: record.spread(values) for name, values in times.items()}
                 setting = {**vars(case), "threads": given.threads}
                 record.append("kernels_lora", setting, {"added_ms": added, "spread": spread})
-            share = (
-                f", {added / fastest['without']:.0%} of {fastest['without']:.2f} ms" if len(times) > 1 else ""
-            )
+            share = "" if without is None else f", {added / without:.0%} of {without:.2f} ms"
             print(f"{case}: {added:.2f} ms a step, {added / LAYERS * 1e3:.0f} us a layer{share}", flush=True)
 
 

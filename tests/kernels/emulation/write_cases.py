@@ -125,11 +125,10 @@ def lora(run: Run, rows: int, sizes: tuple[int, ...], ranks: list[int], dtype: s
     """
     inputs, slots = 500, [row % (len(ranks) + 1) - 1 for row in range(rows)]
     bank = run.kernels.lora_bank(inputs, sizes, len(ranks))
-    parts = {
-        slot: [_part(run, inputs, size, rank) for size in sizes] for slot, rank in enumerate(ranks) if rank
-    }
-    for slot, of_slot in parts.items():
-        bank.put(slot, run.kernels.pack_lora(inputs, sizes, of_slot, dtype))
+    filled = [slot for slot, rank in enumerate(ranks) if rank]
+    for slot in filled:
+        parts = [_part(run, inputs, size, ranks[slot]) for size in sizes]
+        bank.put(slot, run.kernels.pack_lora(inputs, sizes, parts, dtype))
     x: Any = run.draw(rows, inputs + 3)[:, :inputs]
     if bits < 32:
         x = rounded(run, x, bits)
@@ -450,16 +449,10 @@ def all_cases() -> Iterator[tuple[str, str, Case]]:
         for rows, (sizes, ranks) in ((3, few), (6, few), (300, many), (300, ((33,), [17]))):
             bits = (32, 8, 16)[(number + rows) % 3]
             case = partial(lora, rows=rows, sizes=sizes, ranks=ranks, dtype=dtype, bits=bits)
-            yield (
-                f"lora {rows} {sizes} {ranks}, {dtype}, {bits} bits",
-                "float32" if bits < 32 else "float64",
-                case,
-            )
-        yield (
-            f"lora of a table, {dtype}",
-            "float64",
-            partial(lora_table, rank=(5, 16, 40)[number], dtype=dtype),
-        )
+            name = f"lora {rows} {sizes} {ranks}, {dtype}, {bits} bits"
+            yield name, "float32" if bits < 32 else "float64", case
+        case = partial(lora_table, rank=(5, 16, 40)[number], dtype=dtype)
+        yield f"lora of a table, {dtype}", "float64", case
     yield "gather", "float32", gather
     for width in (8, 33, 64, 576):
         yield f"norms {width}", "float64", partial(norms, width=width)
