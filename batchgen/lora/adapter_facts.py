@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ConfigError, ModelError, nearest
+from batchgen.lora.peft_config import PeftConfig
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED_FILE = "adapter_model.bin"
@@ -75,20 +76,18 @@ def check_adapter(adapter: str) -> AdapterFacts:
 
     Raises:
         ConfigError: there is none; says what to do.
-        ModelError: its files are no LoRA adapter of peft's.
+        ModelError: its files are no LoRA adapter of peft's, or one of a kind that is not built.
     """
     folder = find_adapter(adapter)
     config = read_config(folder)
     places = tensor_places(folder)
     ranks = [place.shape[0] for name, place in places.items() if _A_NAME.search(name) and place.shape]
-    given = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
-    if wrong := [rank for rank in given if type(rank) is not int or rank < 1]:
-        raise ModelError(f"{folder / CONFIG_FILE}: r and rank_pattern must be ranks; got {wrong[0]!r}")
+    read = PeftConfig.of(config, str(folder / CONFIG_FILE))
     return AdapterFacts(
         path=folder,
         config=config,
         # A rank that no tensor has is that of a pattern that names no module.
-        max_rank=max(ranks, default=max(given)),
+        max_rank=max(ranks, default=max(read.r, *read.rank_pattern.values(), 0)),
         num_modules=len(ranks),
         content_hash=_content_hash(folder / TENSOR_FILE, config, places),
     )

@@ -1,15 +1,18 @@
 """load_executor: an EngineConfig -> a loaded model with KV blocks; every "auto" decided, with a reason."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from batchgen.config import EngineConfig
+from batchgen.config import Decision, EngineConfig
 from batchgen.kernels.ops import Kernels
 from batchgen.models.decoder import Decoder
 from batchgen.models.end_ids import describe_eos, eos_sources
 from batchgen.tokenizer import tokenizer_of
+from batchgen.worker.adapters import HOST_SHARE, WorkerAdapters
+from batchgen.worker.base_tensors import BaseTensors
 from batchgen.worker.decisions import (
     Decisions,
     Limits,
@@ -64,6 +67,9 @@ def load_executor(config: EngineConfig) -> Executor:
         files.build, kernels, dtype=dtype, quantization=quantization, kv_dtype=kv_dtype, device=device,
         max_len=limits.max_model_len, block_size=block_size,
     )  # fmt: skip
+    adapters = _make_adapters(config, files, kernels, decisions)
+    if adapters is not None:
+        build = partial(_build_adapted, build, adapters)
     model = build()
     blocks, block_bytes = _take_blocks(config, model, limits, swapping.space, decisions)
     resolved = config.with_values(
@@ -98,7 +104,25 @@ def load_executor(config: EngineConfig) -> Executor:
     sampler, draw_limits = make_sampler(
         config.model, kernels, tokenizer, num_tokens, info.eos_token_ids, marks
     )
-    return ModelRunner(ModelMemory(model, blocks, build), sampler, draw_limits, info, block_size)
+    return ModelRunner(ModelMemory(model, blocks, build), sampler, draw_limits, info, block_size, adapters)
+
+
+def _make_adapters(
+    config: EngineConfig, files: ModelFiles, kernels: Kernels, decisions: Decisions
+) -> WorkerAdapters | None:
+    """Slots for adapters, if they are asked for."""
+    settings = config.lora
+    if not settings.enable_lora:
+        return None
+    budget = int(HOST_SHARE * available_memory())
+    if settings.max_cpu_loras is None:
+        reason = f"at most {HOST_SHARE:.0%} of the free host memory, {budget / 2**30:.1f} GiB"
+        decisions.made.append(Decision("max_cpu_loras", "by size", reason))
+    return WorkerAdapters(settings, files.shape, BaseTensors(files), kernels, budget)
+
+
+def _build_adapted(build: Callable[[], Decoder], adapters: WorkerAdapters) -> Decoder:
+    return adapters.attach(build())
 
 
 def _take_blocks(
