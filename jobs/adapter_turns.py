@@ -1,8 +1,17 @@
 """AdapterTurns: in which order rows go to the engine, so that few adapters are in flight at once."""
 
 from collections import deque
+from dataclasses import dataclass
 
 from batchgen.jobs.window import Ready
+
+
+@dataclass(slots=True)
+class _Turn:
+    """An adapter in flight: how many of its rows are, and how many rows of any had come when it began."""
+
+    begun: int
+    num_rows: int = 0
 
 
 class AdapterTurns:
@@ -11,8 +20,8 @@ class AdapterTurns:
     They go in the order they came, but no more than `max_adapters` adapters are in flight at once: a row
     whose adapter is among them, or that needs none, passes older ones whose adapter is not. So an adapter
     stays in flight as long as it has rows, and few are changed. No row waits for long: rows come in only up
-    to `most_ahead` beyond the oldest that waits, and at half of that the adapter that is in flight longest
-    gets no more of its rows until the oldest has had its turn.
+    to `most_ahead` beyond the oldest that waits, and at half of that the adapter that is in flight longest,
+    of those whose rows from before their turn are all gone, gets no more until the oldest has had its turn.
 
     Args:
         max_adapters: in flight at once; None: any number, and no row ever waits.
@@ -24,8 +33,8 @@ class AdapterTurns:
         self._max_adapters = max_adapters
         # Adapter -> its rows, each with its running number.
         self._waiting: dict[str | None, deque[tuple[int, Ready]]] = {}
-        # Adapter -> how many of its rows; the one that is in flight longest comes first.
-        self._in_flight: dict[str, int] = {}
+        # The one that is in flight longest comes first.
+        self._in_flight: dict[str, _Turn] = {}
         self._leaving: str | None = None
         self._num_put = 0
 
@@ -49,7 +58,7 @@ class AdapterTurns:
             return None
         oldest = self._oldest()
         if self._leaving is None and not self._may_go(oldest) and 2 * self._age(oldest) >= self.most_ahead:
-            self._leaving = next(iter(self._in_flight))
+            self._leaving = next((each for each in self._in_flight if self._has_had_turn(each)), None)
         ahead = [adapter for adapter in self._waiting if self._may_go(adapter)]
         if not ahead:
             return None
@@ -58,7 +67,7 @@ class AdapterTurns:
         if not self._waiting[adapter]:
             del self._waiting[adapter]
         if adapter is not None:
-            self._in_flight[adapter] = self._in_flight.get(adapter, 0) + 1
+            self._in_flight.setdefault(adapter, _Turn(self._num_put)).num_rows += 1
         return ready
 
     def finish(self, ready: Ready) -> None:
@@ -66,8 +75,8 @@ class AdapterTurns:
         adapter = ready.request.adapter
         if adapter is None:
             return
-        self._in_flight[adapter] -= 1
-        if not self._in_flight[adapter]:
+        self._in_flight[adapter].num_rows -= 1
+        if not self._in_flight[adapter].num_rows:
             del self._in_flight[adapter]
             self._leaving = None if self._leaving == adapter else self._leaving
 
@@ -77,6 +86,9 @@ class AdapterTurns:
         if adapter in self._in_flight:
             return adapter != self._leaving
         return len(self._in_flight) < self._max_adapters
+
+    def _has_had_turn(self, adapter: str) -> bool:
+        return adapter not in self._waiting or self._number(adapter) >= self._in_flight[adapter].begun
 
     def _oldest(self) -> str | None:
         return min(self._waiting, key=self._number)

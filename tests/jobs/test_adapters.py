@@ -150,7 +150,7 @@ def test_what_is_told_of_adapters(tmp_path: Path, adapters: dict[str, str]) -> N
 
 def test_no_adapter_means_nothing_new(tmp_path: Path, source: Path, watched: list[WatchedEcho]) -> None:
     summary = go(echo_job(source))
-    assert summary.adapters == {} and not any("adapter" in line for line in summary.lines())
+    assert summary.adapters == {} and not any(line.startswith("adapter") for line in summary.lines())
     assert watched[0].info.resolved["enable_lora"] is False
     assert set(watched[0].order) == {None}
 
@@ -179,7 +179,9 @@ def test_a_cell_that_names_no_adapter_fails_its_row_alone(tmp_path: Path, adapte
 
 
 def test_a_cell_that_is_no_text(tmp_path: Path, adapters: dict[str, str], no_engine: None) -> None:
-    with pytest.raises(SourceError, match=r"prompt\.adapter_column: column 'which' is int64, not text"):
+    with pytest.raises(
+        SourceError, match=r"prompt\.adapter_column: column 'which' is int64, not names of adapters"
+    ):
         go(adapter_job(write_rows(tmp_path, [1, 2]), adapters))
 
 
@@ -206,7 +208,9 @@ def job_file(folder: Path, more: str) -> Path:
 
 WRONG_KEYS = {
     "  max_loras: 0\nprompt: {template: a}\n": r":8: lora\.max_loras: must be 1 or more; got 0",
-    "  max_lora_rank: 0\nprompt: {template: a}\n": r":8: lora\.max_lora_rank: must be from 1 to 512; got 0",
+    "  max_lora_rank: 0\nprompt: {template: a}\n": (
+        r":8: lora\.max_lora_rank: must be from 1 to 512, or null; got 0"
+    ),
     "  max_lora: 2\nprompt: {template: a}\n": r":8: lora\.max_lora: unknown key; did you mean 'max_loras'\?",
     "prompt:\n  template: a\n  adapter: sq\n": (
         r":10: prompt\.adapter: no adapter 'sq' in lora\.adapters; did you mean 'sql'\?"
