@@ -189,13 +189,14 @@ def _saved(
         return {}
     found: Arrays = {}
     tensors = _base_tensors(base)
-    if any(_ends_with(_HEAD, name) for name in modules):
+    if any(_HEAD.endswith(name) for name in modules):
         tensors.setdefault(f"{_HEAD}.weight", tensors[f"{_EMBEDDING}.weight"])
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
         changed = tensor.astype(np.float32)
         changed = changed + _noise(rng, tensor.shape, strength * float(changed.std() or 1.0))
-        if any(_ends_with(module, wanted) for wanted in modules):
+        # Unlike targets, ends of words count: `norm` is every norm.
+        if any(module.endswith(wanted) for wanted in modules):
             found[name] = changed
         elif parameter == "bias" and bias == "all":
             # An adapted layer stands one level further down in peft's model.

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from batchgen.tiny_adapters import ALL_LINEAR, target_modules, write_adapter
+from batchgen.tiny_adapters import ALL_LINEAR, ATTENTION, target_modules, write_adapter
 from batchgen.tiny_models import random_ids, tiny_model, write_folder
 
 peft = pytest.importorskip("peft")
@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"v_proj": 32},
     },
     "one layer": {"layers": [1]},
-    "bias of B": {"lora_bias": True},
+    "bias of B": {"lora_bias": True, "targets": ATTENTION},
     "all biases": {"bias": "all", "targets": ("q_proj", "down_proj")},
     "ends": {"targets": (*ALL_LINEAR, "embed_tokens", "lm_head")},
     "ends stored": {"targets": ("embed_tokens", "lm_head"), "saves_embeddings": True},
