@@ -3,6 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Self
 
 from batchgen.api.caller import Caller, chat_options, check_level, check_request_id, check_tags
@@ -52,6 +53,7 @@ class AsyncLLM(WithoutForeignMethods):
         self._finalizer = weakref.finalize(self, self._thread.shutdown, 0.0)
         self._is_asleep = False
         self._lora_names = LoRANames(self.config.lora.enable_lora)
+        self._loading: dict[tuple[str, str], Future[AdapterInfo]] = {}
 
     @classmethod
     async def start(cls, model: str, *, in_process: bool = False, **engine_args: Any) -> Self:
@@ -214,6 +216,18 @@ class AsyncLLM(WithoutForeignMethods):
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.shutdown)
 
+    async def _load_once(self, lora: LoRARequest) -> None:
+        """Have an adapter loaded, unless another task is just having that done."""
+        key = lora.lora_name, lora.path
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._thread.ask(lambda client: client.load_adapter(*key))
+            self._loading[key] = loading
+            loading.add_done_callback(lambda _: self._loading.pop(key, None))
+        # Whoever gives up waiting must not take it from the others.
+        await asyncio.shield(asyncio.wrap_future(loading))
+        self._lora_names.loaded(lora)
+
     async def _run(
         self,
         read: Callable[[], Read],
@@ -232,7 +246,7 @@ class AsyncLLM(WithoutForeignMethods):
             raise EngineError("the engine sleeps; call wake_up() first")
         (lora,) = self._lora_names.read(lora_request, 1)
         for missing in self._lora_names.to_load([lora]):
-            await self.add_lora(missing)
+            await self._load_once(missing)
 
         def make() -> EngineRequest:
             return self._caller.request(

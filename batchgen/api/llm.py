@@ -274,7 +274,9 @@ class LLM(Enqueueing, WithoutForeignMethods):
         order = one_each(0 if priority is None else priority, len(prompts), "priority", int)
         self._caller.check(params, self.info, has_priority=priority is not None)
         return (
-            self._caller.request(prompt, each, priority=rank, adapter=lora and lora.lora_name)
+            self._caller.request(
+                prompt, each, priority=rank, adapter=None if lora is None else lora.lora_name
+            )
             for prompt, each, rank, lora in zip(
                 prompts, params, order, loras or [None] * len(prompts), strict=True
             )

@@ -194,7 +194,8 @@ def _content_hash(path: Path, config: Mapping[str, Any], places: Mapping[str, Te
         for key, value in config.items()
         if key not in _FREE_KEYS and value is not None and value is not False and value not in ([], {})
     }
-    digest = hashlib.sha256(json.dumps(counted, sort_keys=True).encode())
+    # Within a pattern the order counts: the first that matches is taken.
+    digest = hashlib.sha256(json.dumps(dict(sorted(counted.items()))).encode())
     with path.open("rb") as file:
         for name in sorted(places):
             place = places[name]

@@ -100,7 +100,7 @@ def read_parts(plan: AdapterPlan, base: BaseTensor, rotation: Rotation | None = 
         with safe_open(path, framework="pt") as file:
 
             def read(key: str) -> Tensor:
-                tensor = file.get_tensor(key).to(torch.float32)
+                tensor: Tensor = file.get_tensor(key).to(torch.float32)
                 if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
                     raise ModelError(f"{path}: {key} holds values that are NaN or infinite")
                 # A view of the mapped file would keep it open, and read it again and again.

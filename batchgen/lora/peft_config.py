@@ -83,8 +83,8 @@ class PeftConfig:
         """
         _check_keys(config, where)
         read = _Reader(config, where)
-        layers = config.get("layers_to_transform")
-        listed = [layers] if isinstance(layers, int) and not isinstance(layers, bool) else layers
+        layers: Any = config.get("layers_to_transform")
+        listed: Any = [layers] if type(layers) is int else layers
         read.need("layers_to_transform", listed is None or _all(listed, int), "layer indices")
         bias = config.get("bias", "none")
         read.need("bias", bias in _BIASES, "none, all or lora_only")
@@ -103,11 +103,11 @@ class PeftConfig:
 
     def rank(self, module: str) -> int:
         """The rank of a module, named as in the model."""
-        return _of_pattern(self.rank_pattern, module, self.r)
+        return int(_of_pattern(self.rank_pattern, module, self.r))
 
     def scaling(self, module: str) -> float:
         """By what B · A of a module is multiplied."""
-        rank, alpha = self.rank(module), _of_pattern(self.alpha_pattern, module, self.alpha)
+        rank, alpha = self.rank(module), float(_of_pattern(self.alpha_pattern, module, self.alpha))
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets_module(self, module: str, *, is_linear: bool) -> bool:

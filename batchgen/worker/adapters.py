@@ -66,7 +66,8 @@ class WorkerAdapters:
             plan = plan_adapter(check_adapter(path), self._modules, self._max_rank)
             changes_nothing = self._packer.changes_nothing(plan)
         except (ConfigError, ModelError) as error:
-            raise type(error)(f"adapter {name!r}: {error}") from error
+            kind = ConfigError if isinstance(error, ConfigError) else ModelError
+            raise kind(f"adapter {name!r}: {error}") from error
         content = plan.facts.content_hash
         self._plans[content] = name, plan
         self._memory.forget_failure(content)

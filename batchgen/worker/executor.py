@@ -102,10 +102,13 @@ class AdapterMemory(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps on every rank. `adapters` is None where there are no slots for any."""
+    """Runs steps on every rank."""
 
     info: ExecutorInfo
-    adapters: AdapterMemory | None
+
+    @property
+    def adapters(self) -> AdapterMemory | None:
+        """Those that sequences may be computed with; None where there are no slots for any."""
 
     def execute(self, step: SchedulerOutput) -> StepResult:
         """Swap and copy blocks, write KV, run the model, draw. Blocks until the tokens are known."""

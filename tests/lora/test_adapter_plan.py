@@ -98,7 +98,7 @@ def renamed(old: str, new: str) -> Change:
             "rank_pattern must be names of modules with numbers above 0",
         ),
         (with_config(alpha_pattern={"(": 1}), r"alpha_pattern: '\(' is no regular expression"),
-        (with_config(r=8), r"q_proj.lora_A.weight has rank 4, but r and rank_pattern say 8"),
+        (with_config(r=8), r"lora_A.weight has rank 4, but r and rank_pattern say 8"),
         (without(Q_B), r"q_proj.lora_A.weight has no lora_B beside it; the adapter was not saved whole"),
         (without(Q_A), r"q_proj.lora_B.weight has no lora_A beside it"),
         (with_tensor(Q_B, 33, 4), r"q_proj.lora_B.weight has shape \[33, 4\], this model needs \[32, 4\]"),
@@ -204,13 +204,14 @@ def test_a_whole_adapter_has_no_warning(targets: Any, written: dict[str, Any], t
 
 def test_scalings_are_those_of_the_first_pattern_that_matches(tmp_path: Path) -> None:
     write_adapter(
-        tmp_path / "a", SHAPES, rank=8, alpha=16, rank_pattern={"q_proj": 4, ".*proj": 2},
+        tmp_path / "a", SHAPES, rank=8, alpha=16, rank_pattern={"(q|up)_proj": 4, "q_proj": 2},
         alpha_pattern={r"layers\.1\.self_attn\.q_proj": 3, "q_proj": 6},
     )  # fmt: skip
     modules = plan(tmp_path / "a").modules
     assert modules["model.layers.1.self_attn.q_proj"].scaling == 3 / 4
     assert modules["model.layers.0.self_attn.q_proj"].scaling == 6 / 4
-    assert modules["model.layers.0.mlp.up_proj"].scaling == 16 / 2
+    assert modules["model.layers.0.mlp.up_proj"].scaling == 16 / 4
+    assert modules["model.layers.0.mlp.gate_proj"].scaling == 16 / 8
 
 
 def test_a_file_of_pickles_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from batchgen import LLM, AsyncLLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
 from batchgen.errors import ConfigError, ModelError
+from batchgen.lora import host_memory
 from batchgen.outputs import FailureCode
 from batchgen.tiny_adapters import write_adapter
 from batchgen.tiny_models import random_ids
@@ -201,7 +203,7 @@ def test_another_content_under_a_name_is_another_adapter(
 
 
 def test_files_that_vanish_fail_the_rows_that_need_them_again(
-    start: Any, loras: Any, truth: Any, tmp_path: Path
+    start: Any, loras: Any, truth: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = start(max_loras=1, max_cpu_loras=1)
     folder = tmp_path / "gone"
@@ -220,8 +222,12 @@ def test_files_that_vanish_fail_the_rows_that_need_them_again(
     assert outputs[1].outputs[0].token_ids == truth["a1"][1].outputs[0].token_ids
     assert outputs[2].outputs[0].token_ids == truth[None][2].outputs[0].token_ids
     shutil.copytree(loras[2].path, folder)
-    changed = llm.generate(PROMPTS[0], GREEDY, False, lora_request=lora)[0]
-    assert "are not those that were loaded; load it again" in changed.error.message or changed.error
+    monkeypatch.setattr(host_memory, "_FAILURE_S", 0.2)
+    time.sleep(0.3)
+    (changed,) = llm.generate(PROMPTS[0], GREEDY, False, lora_request=lora)
+    assert "its files are not those that were loaded; load it again" in changed.error.message
+    llm.add_lora(lora)
+    assert tokens(llm.generate(PROMPTS, GREEDY, False, lora)) == chosen(truth, [loras[2]] * 4)
 
 
 def test_adapters_are_added_listed_pinned_and_removed(start: Any, loras: Any, truth: Any) -> None:
@@ -321,7 +327,7 @@ def test_many_tasks_have_adapters_of_their_own(base: Path, loras: Any, truth: An
             assert found == chosen(truth, order)
             assert [info.name for info in await llm.list_loras()] == ["a0", "a1", "a2"]
             assert await llm.pin_lora("a0") and await llm.remove_lora("a1")
-            with pytest.raises(ModelError):
+            with pytest.raises(ConfigError, match=r"adapter 'model': .* holds a model"):
                 await llm.add_lora(LoRARequest("model", 4, base))
 
     asyncio.run(main())
