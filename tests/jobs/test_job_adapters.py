@@ -365,7 +365,7 @@ def test_a_resume_goes_on_with_equal_adapters_from_elsewhere(
     shutil.move(tmp_path / "adapters", tmp_path / "moved")
     config = json.loads((tmp_path / "moved" / "sql" / "adapter_config.json").read_text())
     # Where the base model lay in training, and in which order modules were named, changes nothing.
-    config |= {"base_model_name_or_path": "/home/other", "target_modules": config["target_modules"][::-1]}
+    config |= {"base_model_name_or_path": "elsewhere/other", "target_modules": config["target_modules"][::-1]}
     (tmp_path / "moved" / "sql" / "adapter_config.json").write_text(json.dumps(config))
     moved = {name: f"moved/{name}" for name in NAMES}
     again = go(adapter_job(rows, moved, lora={"max_loras": 1, "max_lora_rank": 8, "max_cpu_loras": 1}))
