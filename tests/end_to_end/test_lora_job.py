@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job(folder: Path, output: Path, *, adapter: str | None = "column", **changes: Any) -> JobSpec:
+def job(folder: Path, place: Path, *, adapter: str | None = "column", **changes: Any) -> JobSpec:
     prompt: dict[str, Any] = {"template": "{{ text }}"}
     if adapter == "column":
         prompt["adapter_column"] = "which"
@@ -58,7 +58,7 @@ def job(folder: Path, output: Path, *, adapter: str | None = "column", **changes
         "input": {"path": "rows.parquet"},
         "prompt": prompt,
         "sampling": {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True},
-        "output": {"path": str(output), "shard_rows": 10, "commit_interval_s": 0.01},
+        "output": {"path": str(place), "shard_rows": 10, "commit_interval_s": 0.01},
     }
     for section, values in changes.items():
         data[section] = data[section] | values
