@@ -110,8 +110,7 @@ class CountingExecutor:
         self._host_blocks: list[Block] = [[] for _ in range(num_cpu_blocks)]
         self._last: dict[int, int] = {}
         self._whole = WholeSteps()
-        self._before_step = before_step
-        self.adapters = adapters
+        self._before_step, self.adapters = before_step, adapters
         limits = {
             "max_num_seqs": config.scheduler.max_num_seqs or 8,
             "max_num_batched_tokens": config.scheduler.max_num_batched_tokens or 64,

@@ -1,8 +1,8 @@
 """load_executor: an EngineConfig -> a loaded model with KV blocks; every "auto" decided, with a reason."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -63,13 +63,11 @@ def load_executor(config: EngineConfig) -> Executor:
     log.info("token ids that end a text: %s", describe_eos(ends))
     num_tokens = min(shape.vocab_size, tokenizer.vocab_size)
     marks = find_marks(tokenizer, num_tokens, config.model.reasoning_config)
-    build = partial(
-        files.build, kernels, dtype=dtype, quantization=quantization, kv_dtype=kv_dtype, device=device,
-        max_len=limits.max_model_len, block_size=block_size,
-    )  # fmt: skip
     adapters = _make_adapters(config, files, kernels, decisions)
-    if adapters is not None:
-        build = partial(_build_adapted, build, adapters)
+    build = partial(
+        _build, adapters, files, kernels, dtype=dtype, quantization=quantization,
+        kv_dtype=kv_dtype, device=device, max_len=limits.max_model_len, block_size=block_size,
+    )  # fmt: skip
     model = build()
     blocks, block_bytes = _take_blocks(config, model, limits, swapping.space, decisions)
     resolved = config.with_values(
@@ -101,10 +99,8 @@ def load_executor(config: EngineConfig) -> Executor:
         reproducible=reproducible,
         continues=True,
     )
-    sampler, draw_limits = make_sampler(
-        config.model, kernels, tokenizer, num_tokens, info.eos_token_ids, marks
-    )
-    return ModelRunner(ModelMemory(model, blocks, build), sampler, draw_limits, info, block_size, adapters)
+    sampling = make_sampler(config.model, kernels, tokenizer, num_tokens, info.eos_token_ids, marks)
+    return ModelRunner(ModelMemory(model, blocks, build), *sampling, info, block_size, adapters)
 
 
 def _make_adapters(
@@ -121,8 +117,9 @@ def _make_adapters(
     return WorkerAdapters(settings, files.shape, BaseTensors(files), kernels, budget)
 
 
-def _build_adapted(build: Callable[[], Decoder], adapters: WorkerAdapters) -> Decoder:
-    return adapters.attach(build())
+def _build(adapters: WorkerAdapters | None, files: ModelFiles, kernels: Kernels, **how: Any) -> Decoder:
+    model = files.build(kernels, **how)
+    return model if adapters is None else adapters.attach(model)
 
 
 def _take_blocks(
