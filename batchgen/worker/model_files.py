@@ -48,6 +48,11 @@ class ModelFiles:
         )
 
     @property
+    def gguf(self) -> GGUFFile | None:
+        """The open file, if it is one."""
+        return self._gguf
+
+    @property
     def is_gguf(self) -> bool:
         """Whether it is a GGUF file."""
         return self._gguf is not None
@@ -84,6 +89,8 @@ class ModelFiles:
         loading.info("loading %s%s", self.location.name, rounding)
         source: WeightSource
         divisors, config = None, self.shape.quantization
+        if rounding:
+            config = {"tie_word_embeddings": self.shape.tie_embeddings}
         if self._gguf:
             source = gguf_source = GGUFSource(self._gguf, self.shape, keeps_blocks)
             divisors = gguf_source.rope_divisors()
@@ -99,7 +106,7 @@ class ModelFiles:
             device=device, max_len=max_len, block_size=block_size, rope_divisors=divisors,
             rotation=Rotation(self.shape.hidden_size, kernels) if rotates else None,
         )  # fmt: skip
-        if method_class.wants_mean_inputs:
+        if method_class.wants_inputs:
             load_while_running(model, WeightLoader(model, source))
         else:
             load_weights(model, source)

@@ -51,7 +51,8 @@ INLINE vf value_of(vf w, const Line *line, vf inverse, const Grid *grid) {
         vf x = vf_max(vf_min(w * inverse, vf_set1(448.0f)), vf_set1(-448.0f));
         return fewer_bits(x, 3, 0x1p-6f);
     }
-    vf x = grid->kind == LEAST ? (w - line->offset) * inverse : vf_fma(w, inverse, line->offset);
+    vf x = vf_fma(w, inverse, line->offset);
+    if (grid->kind == LEAST) x = (w - line->offset) * inverse;
     return nearest_whole(vf_max(vf_min(x, vf_set1(grid->top)), vf_set1(0.0f)));
 }
 
@@ -86,20 +87,21 @@ static Line first_line(vf low, vf high, float part, const Grid *grid) {
 /* The line of least squared error for the codes that a line gives; as it was where that is not known. */
 static Line better_line(const float *w, const float *counts, int64_t size, Line line, const Grid *grid) {
     vf inverse = inverse_of(line.scale), nothing = vf_set1(0.0f);
+    int has_offset = grid->kind == LEAST || grid->kind == ZERO;
     vf whole = nothing, sum_v = nothing, sum_w = nothing, sum_vv = nothing, sum_vw = nothing;
     for (int64_t k = 0; k < size; k++) {
         vf x = vf_load(w + k * VW), count = vf_set1(counts[k]);
         vf v = value_of(x, &line, inverse, grid);
-        if (grid->kind == ZERO || grid->kind == SYMMETRIC) v = v - line.offset;
+        if (grid->kind == SYMMETRIC) v = v - line.offset;
         vf cv = count * v;
         sum_vv = vf_fma(cv, v, sum_vv);
         sum_vw = vf_fma(cv, x, sum_vw);
-        if (grid->kind != LEAST) continue;
+        if (!has_offset) continue;
         whole = whole + count;
         sum_v = sum_v + cv;
         sum_w = vf_fma(count, x, sum_w);
     }
-    if (grid->kind != LEAST) {
+    if (!has_offset) {
         vi is_known = sum_vv > nothing;
         line.scale = vf_select(is_known, sum_vw / vf_select(is_known, sum_vv, vf_set1(1.0f)), line.scale);
         return line;
@@ -107,8 +109,16 @@ static Line better_line(const float *w, const float *counts, int64_t size, Line 
     vf spread = sum_vv * whole - sum_v * sum_v;
     vi is_known = spread > vf_set1(1e-6f) * sum_vv * whole;
     vf scale = (sum_vw * whole - sum_v * sum_w) / vf_select(is_known, spread, vf_set1(1.0f));
+    vf offset = (sum_w - scale * sum_v) / whole;
+    if (grid->kind == ZERO) {
+        /* The nearest whole zero, and the best scale beside it. */
+        offset = nearest_whole(vf_max(vf_min(-offset * inverse_of(scale), vf_set1(grid->top)), nothing));
+        vf squares = sum_vv - vf_set1(2.0f) * offset * sum_v + offset * offset * whole;
+        is_known = is_known & (squares > nothing);
+        scale = (sum_vw - offset * sum_w) / vf_select(is_known, squares, vf_set1(1.0f));
+    }
     line.scale = vf_select(is_known, scale, line.scale);
-    line.offset = vf_select(is_known, (sum_w - scale * sum_v) / whole, line.offset);
+    line.offset = vf_select(is_known, offset, line.offset);
     return line;
 }
 

@@ -101,8 +101,8 @@ def _first(w: Tensor, part: float, grid: "Grid") -> _Line:
 def _better(w: Tensor, counts: Tensor, line: _Line, grid: "Grid") -> _Line:
     """The line of least squared error for the codes that a line gives; as it was where that is not known."""
     value = line.value(w, grid)
-    if grid.kind != "least":
-        if grid.kind != "e4m3":
+    if not grid.has_offset:
+        if grid.kind == "symmetric":
             value = value - line.offset.unsqueeze(1)
         squares = (value.square() * counts).sum(dim=1)
         scale = (value * w * counts).sum(dim=1) / torch.where(squares > 0, squares, 1.0)
@@ -113,7 +113,11 @@ def _better(w: Tensor, counts: Tensor, line: _Line, grid: "Grid") -> _Line:
     spread = squares * whole - sum_v.square()
     is_known = spread > 1e-6 * squares * whole
     scale = (products * whole - sum_v * sum_w) / torch.where(is_known, spread, 1.0)
-    return _Line(
-        torch.where(is_known, scale, line.scale),
-        torch.where(is_known, (sum_w - scale * sum_v) / whole, line.offset),
-    )
+    offset = (sum_w - scale * sum_v) / whole
+    if grid.kind == "zero":
+        # The nearest whole zero, and the best scale beside it.
+        offset = (-offset / torch.where(scale == 0, 1.0, scale)).clamp(0, 2**grid.bits - 1).round()
+        squares = squares - 2 * offset * sum_v + offset.square() * whole
+        is_known = is_known & (squares > 0)
+        scale = (products - offset * sum_w) / torch.where(is_known, squares, 1.0)
+    return _Line(torch.where(is_known, scale, line.scale), torch.where(is_known, offset, line.offset))

@@ -1,0 +1,127 @@
+"""SeenInputs: how a layer's inputs go together, in the form that rounding its weights wants."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Tokens whose products are summed in float32, before float64 takes them.
+_SLAB_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Inputs whose errors are taken back within one another.
+
+    Args:
+        inputs: which.
+        factor: float32 [K, K], see `round_groups`.
+        counts: float32 [K], what an input's squared error weighs once the inputs after it have taken back
+            what they can; 1 on average.
+        order: int64 [K], in which they are rounded; None: as they lie.
+    """
+
+    inputs: slice
+    factor: Tensor
+    counts: Tensor
+    order: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenInputs:
+    """What is known of a layer's inputs.
+
+    Args:
+        mean: float64 [K], whose error the bias takes back; None: there is no bias for it.
+        stretches: all inputs, in order.
+    """
+
+    mean: Tensor | None
+    stretches: tuple[Stretch, ...]
+
+
+def mean_of(x: Tensor) -> Tensor:
+    """The mean over tokens: [T, K] -> float64 [K]; its bits do not depend on the number of threads."""
+    rows = np.ascontiguousarray(x.cpu().numpy())
+    return torch.from_numpy(np.add.reduce(rows, axis=0, dtype=np.float64) / len(rows))
+
+
+def seen_inputs(
+    x: Tensor, *, group_size: int, most: int, damping: float, is_centred: bool, by_size: bool = False
+) -> SeenInputs:
+    """What rounding wants to know of inputs.
+
+    Args:
+        x: float32 [T, K], of as many tokens as there are.
+        group_size: inputs that share a scale; a stretch ends where a group does, unless one group holds all.
+        most: inputs of a stretch.
+        damping: what is added to each input's square, as a share of the mean one; for what was not seen.
+        is_centred: whether a bias takes back what rounding does to the mean, so that only the rest counts.
+        by_size: round the largest inputs first.
+    """
+    mean = mean_of(x) if is_centred else None
+    inputs = x.shape[1]
+    stretches = []
+    for at in _stretches(inputs, group_size if group_size < inputs else 1, most):
+        squares = _products(x[:, at], None if mean is None else mean[at])
+        order = squares.diagonal().argsort(descending=True, stable=True) if by_size else None
+        if order is not None:
+            squares = squares[order][:, order]
+        factor, counts = _factored(squares, damping)
+        if order is not None:
+            counts = counts[order.argsort()]
+        stretches.append(Stretch(at, factor, counts, order))
+    return SeenInputs(mean, tuple(stretches))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it, sums of torch have the same bits whatever the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _stretches(inputs: int, unit: int, most: int) -> Sequence[slice]:
+    """Pieces of about the same size, each but the last of whole units."""
+    units = -(-inputs // unit)
+    count = -(-inputs // max(most, unit))
+    ends = [min(round(units * number / count) * unit, inputs) for number in range(count + 1)]
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def _products(x: Tensor, mean: Tensor | None) -> Tensor:
+    """The mean product of every two inputs, float64 [K, K]."""
+    total = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
+    for begin in range(0, len(x), _SLAB_TOKENS):
+        slab = x[begin : begin + _SLAB_TOKENS].to(torch.float32)
+        if mean is not None:
+            slab = slab - mean.to(torch.float32)
+        total += slab.T @ slab
+    return total / len(x)
+
+
+def _factored(squares: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """The factor and counts of a stretch.
+
+    With squares = U · D · Uᵀ, U upper triangular with ones on its diagonal, the error e of input k is made up
+    for best by −e · U⁻¹[k, j] in the inputs j after it, and costs D[k] · e² then.
+    """
+    size = len(squares)
+    mean = float(squares.diagonal().mean())
+    squares = squares / mean if mean > 0 else torch.eye(size, dtype=torch.float64)
+    squares.diagonal().add_(damping)
+    # Turned around, the lower factor that a library gives is the upper one.
+    lower = torch.linalg.cholesky(squares.flip(0, 1))
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(size, dtype=torch.float64), upper=False)
+    inverse = inverse.flip(0, 1)
+    factor = -(inverse / inverse.diagonal().unsqueeze(1)).T
+    counts = lower.diagonal().flip(0).square()
+    return factor.to(torch.float32).contiguous(), (counts / counts.mean()).to(torch.float32)
