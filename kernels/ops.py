@@ -124,12 +124,18 @@ class Kernels(RowOps):
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Pick rows of a table, or of a packed weight: so that a tied embedding needs no second copy.
 
-        Shapes: source [P, E], contiguous, or a weight [P, E] as `pack_linear` gave it; ids [T] int64.
+        Shapes: source [P, E], contiguous, or a weight of `pack_linear` or `pack_coded`; ids [T] int64.
 
         Returns: [T, E].
         Raises: KernelError if an id is outside of the rows.
         """
         checks.check_gather_rows(self.home, source, ids, out)
+        if isinstance(source, PackedLinear) and source.is_coded:
+            if out is None:
+                out = torch.empty(
+                    (ids.shape[0], source.in_features), dtype=self.home.dtype, device=ids.device
+                )
+            return self._backends["linear_coded"].gather_rows(source, ids, out)
         return self._gather_rows(source, ids, out)
 
     def rotary(

@@ -160,6 +160,9 @@ class CpuBackend(KernelBackend):
 
     @override
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> Tensor:
+        if isinstance(source, cpu_coded.CpuCodedLinear):
+            assert out is not None
+            return cpu_coded.gather_rows(self.calls, source, ids, out)
         assert isinstance(source, Tensor | linear.CpuLinear)
         return linear.gather_rows(self.calls, source, ids, out)
 

@@ -21,6 +21,7 @@
     X(draw_linear_int8_scan) \
     X(draw_linear_int8_pick) \
     X(gather_packed) \
+    X(gather_coded) \
     X(gather_rows) \
     X(rms_norm) \
     X(add_rms_norm) \

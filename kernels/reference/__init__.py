@@ -13,6 +13,7 @@ from batchgen.kernels.lora import LoraBank, LoraLayer, LoraPart, LoraSegments, P
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.reference import attention, elementwise, int8, kronecker, kv_cache, lora, sampling
 from batchgen.kernels.reference.coded import ReferenceCodedLinear
+from batchgen.kernels.reference.coded import gather_rows as gather_coded_rows
 from batchgen.kernels.reference.coded import linear as linear_coded
 from batchgen.kernels.reference.linear import ReferenceLinear, gather_rows, linear
 from batchgen.kernels.sampling import Draws, Penalties, Scores
@@ -88,7 +89,9 @@ class ReferenceBackend(KernelBackend):
 
     @override
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> Tensor:
-        assert isinstance(source, Tensor | ReferenceLinear)
+        assert isinstance(source, Tensor | ReferenceLinear | ReferenceCodedLinear)
+        if isinstance(source, ReferenceCodedLinear):
+            return _into(out, gather_coded_rows(source, ids))
         return _into(out, gather_rows(source, ids))
 
     @override

@@ -32,7 +32,7 @@ from batchgen.kernels.ops import Quantized, choose
 from batchgen.kernels.program import StepSizes
 from batchgen.kernels.sampling import Draws, Penalties
 
-KV_DTYPES = ("float32", "float16", "bfloat16", "int8")
+KV_DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8")
 NAN, INF = float("nan"), float("inf")
 # Relative RMS error of float32 against float64, as in the kernels' own tests.
 TOLERANCE = 1e-6
@@ -115,6 +115,7 @@ def coded_linear(
     run.same("decoded", run.kernels.linear(x, run.kernels.pack_linear(coded.dense(), bias)), whole)
     for first, end in ((0, 1), (rows // 3, rows)):
         run.same("rows alone", run.kernels.linear(x[first:end], packed), whole[first:end])
+    run.equal("rows of the weight", run.kernels.gather_rows(packed, run.integers(0, columns, 9)))
 
 
 def lora(run: Run, rows: int, sizes: tuple[int, ...], ranks: list[int], dtype: str, bits: int) -> None:
@@ -479,7 +480,7 @@ def all_cases() -> Iterator[tuple[str, str, Case]]:
         yield f"drawn from products, {bits} bits", "float32", partial(drawn, bits=bits)
     yield "head", "float32", head
     for kv_dtype in KV_DTYPES:
-        if kv_dtype != "int8":
+        if kv_dtype != "int8":  # which rounds queries too
             yield f"kept in {kv_dtype}", "float32", partial(kept, kv_dtype=kv_dtype)
         for case in CASES:
             name = f"attention {case}, {kv_dtype}"
