@@ -14,6 +14,8 @@ from batchgen.lora.base_modules import TABLE
 from batchgen.models.stream import norm_before, writes_stream
 from batchgen.quantization.rotation import Rotation
 
+# A weight that changes by no more is the same weight in float32.
+_NOTHING = 1e-10
 # A tensor of the base model by its name in a checkpoint, as floats; None where it has none of that name.
 BaseTensor = Callable[[str], Tensor | None]
 
@@ -177,5 +179,5 @@ def _check_copy(
 
 
 def _adds(part: LoraPart) -> bool:
-    has_bias = part.bias is not None and bool(part.bias.any())
-    return has_bias or (bool(part.a.any()) and bool(part.b.any()))
+    most = part.rank * float(part.a.abs().max()) * float(part.b.abs().max())
+    return most > _NOTHING or (part.bias is not None and float(part.bias.abs().max()) > _NOTHING)
