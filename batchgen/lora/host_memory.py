@@ -27,6 +27,8 @@ class HostMemory:
         evicted: told of an adapter before it goes.
         least: so many besides pinned ones there is always room for, one for each slot.
         most: no more than so many at once; None: what `budget` allows.
+
+    Attributes:
         budget: bytes.
     """
 
@@ -38,10 +40,9 @@ class HostMemory:
         *,
         least: int,
         most: int | None = None,
-        budget: int = 0,
     ):
         self._size, self._evicted = size, evicted
-        self._least, self._most, self._budget = least, most, budget
+        self._least, self._most, self.budget = least, most, 0
         self._reader = _Reader(read)
         # In the order in which they were last wanted.
         self._there: dict[str, PackedAdapter] = {}
@@ -150,7 +151,7 @@ class HostMemory:
             return True
         taken = sum(each.num_bytes for each in self._there.values())
         taken += sum(self._coming.values())
-        return taken + size <= self._budget
+        return taken + size <= self.budget
 
     def _evict(self, adapter: str) -> None:
         self._evicted(adapter)

@@ -35,12 +35,9 @@ class WorkerAdapters:
         shape: of the model.
         base: the model's own tensors, which some adapters need to be read.
         kernels: of the model.
-        budget: bytes of host memory.
     """
 
-    def __init__(
-        self, settings: LoRAConfig, shape: ModelConfig, base: BaseTensor, kernels: Kernels, budget: int
-    ):
+    def __init__(self, settings: LoRAConfig, shape: ModelConfig, base: BaseTensor, kernels: Kernels):
         self.slots = AdapterSlots(settings.max_loras)
         self._max_rank, self._modules = settings.max_lora_rank, base_modules(shape)
         self._plans: dict[str, tuple[str, AdapterPlan]] = {}
@@ -51,7 +48,6 @@ class WorkerAdapters:
             self.slots.empty,
             least=settings.max_loras,
             most=settings.max_cpu_loras,
-            budget=budget,
         )
 
     def attach(self, model: Decoder) -> Decoder:
@@ -59,6 +55,10 @@ class WorkerAdapters:
         self._packer.layers = self.slots.attach(model)
         self._packer.rotation = model.rotation
         return model
+
+    def take_memory(self, num_bytes: int) -> None:
+        """Keep as many adapters as this allows, where `max_cpu_loras` does not say how many."""
+        self._memory.budget = num_bytes
 
     def load(self, name: str, path: str) -> AdapterInfo:
         """Check an adapter's files: see `AdapterMemory.load`."""

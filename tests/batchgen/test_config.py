@@ -141,7 +141,7 @@ def test_settings_that_are_built_for_a_cpu_exclude_others(
         ({"enable_lora": "yes"}, "'enable_lora' must be true or false"),
         ({"max_loras": 0}, "'max_loras' must be 1 or more"),
         ({"max_lora_rank": 513}, "'max_lora_rank' must be from 1 to 512"),
-        ({"max_cpu_loras": 7}, "'max_cpu_loras'=7 is less than max_loras=8"),
+        ({"max_cpu_loras": 7}, "'max_cpu_loras'=7: less than max_loras=8"),
     ],
 )
 def test_wrong_settings_of_adapters_are_refused_by_name(given: dict[str, object], message: str) -> None:

@@ -46,7 +46,8 @@ class Adapted:
         files = ModelFiles(str(folder))
         kernels = choose("cpu", "float32", backend=backend, head_dim=files.shape.head_dim)
         settings = LoRAConfig(enable_lora=True, max_loras=num_slots, max_lora_rank=max_rank)
-        self.adapters = WorkerAdapters(settings, files.shape, BaseTensors(files), kernels, 1 << 30)
+        self.adapters = WorkerAdapters(settings, files.shape, BaseTensors(files), kernels)
+        self.adapters.take_memory(1 << 30)
         self.model = self.adapters.attach(
             files.build(
                 kernels, dtype="float32", quantization=quantization, kv_dtype="float32",

@@ -30,7 +30,10 @@ class Files:
         return PackedAdapter(table=torch.zeros(25))
 
     def memory(self, **limits: int) -> HostMemory:
-        return HostMemory(self.packed, lambda adapter: 100, self.evicted.append, **{"least": 1, **limits})
+        budget = limits.pop("budget", 0)
+        made = HostMemory(self.packed, lambda adapter: 100, self.evicted.append, **{"least": 1, **limits})
+        made.budget = budget
+        return made
 
 
 @pytest.fixture
