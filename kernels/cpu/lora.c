@@ -100,8 +100,20 @@ static void multiply_of(int64_t m, int n, int64_t type, const float *x, int64_t 
 #undef CASE
 }
 
-typedef int8_t Signed __attribute__((vector_size(VW), aligned(1), may_alias));
-typedef uint8_t Unsigned __attribute__((vector_size(VW), aligned(1), may_alias));
+/* VW bytes, an integer each. Compilers widen a vector of bytes one by one. */
+INLINE vi integers_at(const char *from, const int is_signed) {
+#if VW == 16
+    __m128i bytes = _mm_loadu_si128((const __m128i *)from);
+    return (vi)(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif VW == 8
+    __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
+    return (vi)(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(VW), aligned(1), may_alias));
+    vi value = __builtin_convertvector(*(const Bytes *)from, vi);
+    return is_signed ? (value << 24) >> 24 : value;
+#endif
+}
 
 /* Inputs [start, start + count) of a tile's rows as floats, PIECE apart. `start` is a multiple of UNIT, and so many values of
  * integers at least stand behind the last. */
@@ -115,8 +127,8 @@ static void load_rows(const Lora *a, const Tile *t, int64_t start, int64_t count
         vf scale = vf_set1(a->scale[t->row[i]]);
         const char *high = row + start, *low = high + a->plane_stride;
         for (int64_t k = 0; k < count; k += VW) {
-            vi value = __builtin_convertvector(*(const Signed *)(high + k), vi);
-            if (a->kind == X_BITS_16) value = (value << 8) + __builtin_convertvector(*(const Unsigned *)(low + k), vi);
+            vi value = integers_at(high + k, 1);
+            if (a->kind == X_BITS_16) value = (value << 8) + integers_at(low + k, 0);
             vf_store(x + k, __builtin_convertvector(value, vf) * scale);
         }
     }
