@@ -382,7 +382,7 @@ def test_stopped_and_resumed_gives_the_same_bytes(tmp_path: Path, adapters: dict
     assert visible(tmp_path / "broken") == visible(tmp_path / "whole")
 
 
-CHANGES = {
+CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, str], str]] = {
     "weights": (
         lambda folder: write_adapter(folder / "sql", SHAPES, rank=4, seed=9),
         {},
