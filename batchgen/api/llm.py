@@ -213,16 +213,20 @@ class LLM(Enqueueing, WithoutForeignMethods):
         """Forget all cached blocks and end all pins; requests that run keep what they use."""
         return self._runner.ask(self._engine.reset_prefix_cache)
 
-    def pin_prefix(self, prompt: Prompt) -> str:
+    def pin_prefix(self, prompt: Prompt, lora_request: LoRARequest | None = None) -> str:
         """Keep the full blocks of a prompt in the prefix cache; returns the pin's id, for `unpin_prefix`.
 
-        Pinned blocks yield only when nothing else could run.
+        Pinned blocks yield only when nothing else could run. They serve prompts with the same adapter.
 
         Raises:
             ConfigError: no prompt, or one that cannot be served; says why.
         """
+        (lora,) = self._named_loras(lora_request, 1)
         request = self._caller.request(
-            read_prompt(prompt), SamplingParams(temperature=0, max_tokens=1), is_pinned=True
+            read_prompt(prompt),
+            SamplingParams(temperature=0, max_tokens=1),
+            is_pinned=True,
+            adapter=None if lora is None else lora.lora_name,
         )
         with progress_bar(1, False) as bar:
             (output,) = self._runner.run(iter([request]), 1, bar)

@@ -302,6 +302,27 @@ def test_a_sleeping_engine_wakes_with_its_adapters(start: Any, loras: Any, truth
     assert tokens(llm.generate(PROMPTS, GREEDY, False, lora_request=order)) == chosen(truth, order)
 
 
+def test_rows_in_flight_outlast_a_sleep_with_their_adapters(start: Any, loras: Any, truth: Any) -> None:
+    order = [loras[0], None, loras[1], loras[2]]
+    for level in (1, 2):
+        llm = start()
+        llm.enqueue(PROMPTS, GREEDY, lora_request=order)
+        llm._engine.poll(0.0)
+        llm.sleep(level)
+        llm.wake_up()
+        assert tokens(llm.wait_for_completion(False)) == chosen(truth, order)
+
+
+def test_a_pinned_prefix_is_that_of_its_adapter(start: Any, loras: Any) -> None:
+    llm = start()
+    pin = llm.pin_prefix(PROMPTS[1], loras[0])
+    cached = [
+        llm.generate(PROMPTS[1], GREEDY, False, lora_request=lora)[0].num_cached_tokens
+        for lora in (loras[1], loras[0], None)
+    ]
+    assert cached == [0, 32, 0] and llm.unpin_prefix(pin)
+
+
 def test_enqueued_prompts_have_adapters_too(start: Any, loras: Any, truth: Any) -> None:
     llm = start()
     order = [loras[0], None, loras[1], loras[2]]
