@@ -22,7 +22,7 @@ from batchgen.jobs.layout import OutputFolder
 from batchgen.jobs.spec import JobSpec, load_spec
 from batchgen.jobs.status import status
 from batchgen.jobs.testing import QuietReporter, echo_job, go, read_shards, stopped_run, visible
-from batchgen.tiny_adapters import write_adapter
+from batchgen.tiny_adapters import ALL_LINEAR, write_adapter
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 8), "model.layers.0.mlp.down_proj": (8, 12)}
 NAMES = ("sql", "chat", "code")
@@ -258,6 +258,11 @@ def test_a_column_that_is_not_there(tmp_path: Path, adapters: dict[str, str], no
         go(load_spec(job_file(tmp_path, more)))
 
 
+def set_key(folder: Path, key: str, value: Any) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+
+
 def broken(folder: Path) -> dict[str, tuple[Callable[[Path], object], str]]:
     """What is done to the folder of an adapter, and what is said of it."""
     return {
@@ -277,6 +282,9 @@ def broken(folder: Path) -> dict[str, tuple[Callable[[Path], object], str]]:
             ),
             r"not a whole safetensors file",
         ),
+        "dora": (lambda path: set_key(path, "use_dora", True), r"use_dora: DoRA is not built; merge"),
+        "no rank": (lambda path: set_key(path, "r", 0), r"r must be a rank"),
+        "news": (lambda path: set_key(path, "use_tomorrow", 3), r"use_tomorrow=3 is not known here"),
         "no json": (lambda path: (path / "adapter_config.json").write_text("{"), r"cannot be read as JSON"),
     }
 
@@ -363,10 +371,9 @@ def test_a_resume_goes_on_with_equal_adapters_from_elsewhere(
     first = stopped_run(adapter_job(rows, adapters))
     assert 0 < first.rows_done < 57
     shutil.move(tmp_path / "adapters", tmp_path / "moved")
-    config = json.loads((tmp_path / "moved" / "sql" / "adapter_config.json").read_text())
     # Where the base model lay in training, and in which order modules were named, changes nothing.
-    config |= {"base_model_name_or_path": "elsewhere/other", "target_modules": config["target_modules"][::-1]}
-    (tmp_path / "moved" / "sql" / "adapter_config.json").write_text(json.dumps(config))
+    set_key(tmp_path / "moved" / "sql", "base_model_name_or_path", "elsewhere/other")
+    set_key(tmp_path / "moved" / "sql", "target_modules", list(reversed(ALL_LINEAR)))
     moved = {name: f"moved/{name}" for name in NAMES}
     again = go(adapter_job(rows, moved, lora={"max_loras": 1, "max_lora_rank": 8, "max_cpu_loras": 1}))
     assert again.exit_code == 0 and again.rows_now == 57 - first.rows_done
