@@ -113,6 +113,12 @@ def test_stopped_and_resumed_gives_the_same_bytes(folder: Path, mixed: Path, tmp
     assert visible(tmp_path / "out") == visible(mixed)
 
 
+def test_fewer_slots_than_adapters_change_no_byte(folder: Path, mixed: Path, tmp_path: Path) -> None:
+    # One at a time in host memory, too: each turn reads its adapter again.
+    summary = go(job(folder, tmp_path / "out", lora={"max_loras": 1, "max_cpu_loras": 1}))
+    assert summary.exit_code == 0 and visible(tmp_path / "out") == visible(mixed)
+
+
 def merged(folder: Path, name: str, to: Path) -> Path:
     """The model with an adapter of linear layers added to its weights."""
     shutil.copytree(folder / "model", to)
