@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from batchgen.kernels.kv import torch_dtype
-from batchgen.kernels.lora import PackedLora
+from batchgen.kernels.lora import LoraPart, PackedLora
 from batchgen.kernels.ops import Kernels
 from batchgen.lora.adapter_parts import AdapterParts
 from batchgen.lora.base_modules import HEAD, TABLE
@@ -83,7 +83,7 @@ class PackedAdapter:
 def pack_adapter(
     parts: AdapterParts, layers: Mapping[str, LayerFacts], kernels: Kernels, dtype: str
 ) -> PackedAdapter:
-    """Lay an adapter out for the kernels. Any thread may.
+    """Lay an adapter out for the kernels, on their device. Any thread may.
 
     Args:
         parts: read and folded; let go of as they are packed.
@@ -91,11 +91,11 @@ def pack_adapter(
         kernels: of the model.
         dtype: of the model's activations.
     """
-    packed = PackedAdapter()
+    packed, at = PackedAdapter(), kernels.home.device
     while parts.added:
         name, by_part = parts.added.popitem()
         facts = layers[name]
-        listed = [by_part.get(part) for part in range(len(facts.part_sizes))]
+        listed = [_moved(by_part.get(part), at) for part in range(len(facts.part_sizes))]
         largest = max(float(t.abs().max()) for part in listed if part for t in (part.a, part.b))
         kept = "float32" if facts.dtype == "float16" and largest > _FLOAT16_MAX else facts.dtype
         packed.added[name] = kernels.pack_lora(facts.in_features, facts.part_sizes, listed, kept)
@@ -106,16 +106,22 @@ def pack_adapter(
             (
                 slice(sum(sizes[:part]), sum(sizes[: part + 1])),
                 kernels.pack_linear(
-                    whole.weight.to(torch_dtype(dtype)).contiguous(),
-                    None if whole.bias is None else whole.bias.to(torch_dtype(dtype)).contiguous(),
+                    whole.weight.to(at, torch_dtype(dtype)).contiguous(),
+                    None if whole.bias is None else whole.bias.to(at, torch_dtype(dtype)).contiguous(),
                 ),
             )
             for part, whole in sorted(wholes.items())
         ]
-    if parts.table_added is not None:
-        packed.table_added = kernels.pack_lora_table(
-            layers[TABLE].in_features, parts.table_added, layers[TABLE].dtype
-        )
+    added = _moved(parts.table_added, at)
+    if added is not None:
+        packed.table_added = kernels.pack_lora_table(layers[TABLE].in_features, added, layers[TABLE].dtype)
     if parts.table is not None:
-        packed.table = parts.table.to(torch_dtype(dtype)).contiguous()
+        packed.table = parts.table.to(at, torch_dtype(dtype)).contiguous()
     return packed
+
+
+def _moved(part: LoraPart | None, device: str) -> LoraPart | None:
+    if part is None:
+        return None
+    bias = None if part.bias is None else part.bias.to(device)
+    return LoraPart(part.a.to(device), part.b.to(device), bias)
