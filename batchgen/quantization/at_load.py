@@ -1,11 +1,12 @@
 """Weights of any float checkpoint rounded as they are loaded: `quantization: int4 | fp8`.
 
-Activations stay floats. The scale of each group is searched for the least error; what an input's rounding
-does to the outputs is taken back by the inputs after it, as far as they go together, and what is left of the
-mean input's in the bias. How a layer's inputs go together is seen from made-up tokens (`load_while_running`).
+Activations stay floats. The scale of each group is searched for the least error, and what an input's rounding
+does to the outputs is taken back by the inputs after it, as far as they go together. How a layer's inputs go
+together is seen from made-up tokens (`load_while_running`), some of which are frequent and most rare as in
+real text: vocabularies begin with what is frequent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -18,8 +19,12 @@ from batchgen.kernels.rounding import Grid
 from batchgen.quantization.base import AT_LOAD, LinearShape, ParameterLayout
 from batchgen.quantization.float_tensors import check_float_tensor, float_layouts
 from batchgen.quantization.rounding import Recipe, RoundedWeight
-from batchgen.quantization.seen_inputs import SeenInputs, one_thread, seen_inputs
+from batchgen.quantization.seen_inputs import Stretch, one_thread, seen_inputs
 from batchgen.quantization.stored import Scheme, Stored, StoredWeights
+
+_NUM_TOKENS, _LENGTH = 1024, 256
+# Tokens that are about equally frequent; then it falls as in Zipf's law.
+_FREQUENT = 100
 
 
 class RoundedAtLoad(Stored):
@@ -28,8 +33,8 @@ class RoundedAtLoad(Stored):
     Attributes:
         recipe: of all layers but a head.
         of_head: of a head that is not the embedding; that stays as it is, for it is in memory anyway.
-        most_inputs, damping, by_size, is_centred: see `seen_inputs`. A stretch of more inputs would need more
-            tokens, and time and memory that grow with its square.
+        most_inputs, damping: see `seen_inputs`. A stretch of more inputs would need more tokens, and time and
+            memory that grow with its square.
         keeps_bits: whether the number of threads must not change a bit.
     """
 
@@ -37,9 +42,7 @@ class RoundedAtLoad(Stored):
     recipe: ClassVar[Recipe]
     of_head: ClassVar[Recipe]
     most_inputs: int = 512
-    damping: float = 0.1
-    by_size: bool = False
-    is_centred: bool = True
+    damping: float = 0.5
     keeps_bits: bool = True
 
     def __init__(
@@ -47,7 +50,7 @@ class RoundedAtLoad(Stored):
         config: Mapping[str, Any] | None = None, name: str = "",
     ):  # fmt: skip
         super().__init__(kernels, dtype, device, config, name)
-        self._seen: dict[str, SeenInputs] = {}
+        self._seen: dict[str, Sequence[Stretch]] = {}
 
     @override
     def read_config(self) -> None:
@@ -60,6 +63,13 @@ class RoundedAtLoad(Stored):
         return None if self._ties_head else self.of_head
 
     @override
+    def made_up_texts(self, vocab_size: int, most: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(0)
+        frequency = 1 / (torch.arange(vocab_size, dtype=torch.float64) + _FREQUENT)
+        ids = torch.multinomial(frequency, _NUM_TOKENS, replacement=True, generator=generator)
+        return [text.tolist() for text in ids.split(min(_LENGTH, most))]
+
+    @override
     def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:
         return float_layouts(shape)
 
@@ -70,7 +80,7 @@ class RoundedAtLoad(Stored):
         with one_thread() if self.keeps_bits else nullcontext():
             self._seen[shape.name] = seen_inputs(
                 x.to(device="cpu", dtype=torch.float32), group_size=recipe.group_inputs(shape.in_features),
-                most=self.most_inputs, damping=self.damping, is_centred=self.is_centred, by_size=self.by_size,
+                most=self.most_inputs, damping=self.damping,
             )  # fmt: skip
 
     @override
@@ -86,8 +96,6 @@ class RoundedAtLoad(Stored):
         weights.waiting[part] = {}
         rounded = self.round(shape, part, tensors["weight"])
         bias = tensors.get("bias")
-        if rounded.lost is not None:
-            bias = rounded.lost if bias is None else bias.to(torch.float32) + rounded.lost
         if bias is not None:
             bias = bias.to(device=self.device, dtype=torch.float32)
         if self._of_layer.input_bits is None:

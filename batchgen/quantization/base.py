@@ -12,6 +12,9 @@ from batchgen.errors import UnsupportedModelError, WeightsError
 from batchgen.kernels.ops import Activation, Kernels, PackedLinear, Quantized
 from batchgen.registry import Registry
 
+# Made-up tokens that layers' inputs are seen from.
+_NUM_TOKENS = 512
+
 
 class PartError(WeightsError):
     """Tensors of a module do not fit together; the message names one by what it is to the module."""
@@ -124,6 +127,11 @@ class LinearMethod(ABC):
     def input_bits(self, shape: LinearShape) -> int | None:
         """In which form the layer wants its input: None for floats, else the bits of a `Quantized`."""
         return None
+
+    def made_up_texts(self, vocab_size: int, most: int) -> list[list[int]]:
+        """Token ids that run through a model to show its layers' inputs; in a text at most so many."""
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(0, vocab_size, (min(_NUM_TOKENS, most),), generator=generator).tolist()]
 
     def see_inputs(self, shape: LinearShape, x: Tensor) -> None:  # noqa: B027
         """Be shown what the layer multiplies, float [T, K], before its weights are loaded."""

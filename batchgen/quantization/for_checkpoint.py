@@ -34,13 +34,11 @@ class Rounding:
         layouts: of its layers; of two that name one the first counts.
         most_inputs: inputs within which errors are taken back.
         damping: see `seen_inputs`.
-        by_size: round the largest inputs first.
     """
 
     layouts: Sequence[Layout]
     most_inputs: int
     damping: float
-    by_size: bool
 
     def layout(self, module: str) -> Layout:
         """Of a module."""
@@ -90,7 +88,7 @@ class ForCheckpoint(RoundedAtLoad):
         self._rounding, self._take = rounding, take
         super().__init__(kernels, dtype, device, config, name)
         self.most_inputs, self.damping = rounding.most_inputs, rounding.damping
-        self.by_size, self.is_centred, self.keeps_bits = rounding.by_size, False, False
+        self.keeps_bits = False
 
     @override
     def scheme(self, module: str) -> Scheme | None:

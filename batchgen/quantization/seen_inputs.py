@@ -1,4 +1,4 @@
-"""SeenInputs: how a layer's inputs go together, in the form that rounding its weights wants."""
+"""seen_inputs: how a layer's inputs go together, in the form that rounding its weights wants."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +11,8 @@ from torch import Tensor
 
 # Tokens whose products are summed in float32, before float64 takes them.
 _SLAB_TOKENS = 4096
+# Of the mean square: what is added for inputs that were never other than zero.
+_LEAST = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +24,11 @@ class Stretch:
         factor: float32 [K, K], see `round_groups`.
         counts: float32 [K], what an input's squared error weighs once the inputs after it have taken back
             what they can; 1 on average.
-        order: int64 [K], in which they are rounded; None: as they lie.
     """
 
     inputs: slice
     factor: Tensor
     counts: Tensor
-    order: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SeenInputs:
-    """What is known of a layer's inputs.
-
-    Args:
-        mean: float64 [K], whose error the bias takes back; None: there is no bias for it.
-        stretches: all inputs, in order.
-    """
-
-    mean: Tensor | None
-    stretches: tuple[Stretch, ...]
 
 
 def mean_of(x: Tensor) -> Tensor:
@@ -50,32 +37,22 @@ def mean_of(x: Tensor) -> Tensor:
     return torch.from_numpy(np.add.reduce(rows, axis=0, dtype=np.float64) / len(rows))
 
 
-def seen_inputs(
-    x: Tensor, *, group_size: int, most: int, damping: float, is_centred: bool, by_size: bool = False
-) -> SeenInputs:
-    """What rounding wants to know of inputs.
+def seen_inputs(x: Tensor, *, group_size: int, most: int, damping: float) -> tuple[Stretch, ...]:
+    """What rounding wants to know of inputs: all of them, in stretches.
 
     Args:
         x: float32 [T, K], of as many tokens as there are.
         group_size: inputs that share a scale; a stretch ends where a group does, unless one group holds all.
         most: inputs of a stretch.
-        damping: what is added to each input's square, as a share of the mean one; for what was not seen.
-        is_centred: whether a bias takes back what rounding does to the mean, so that only the rest counts.
-        by_size: round the largest inputs first.
+        damping: what is added to each input's square, as a share of it: so much less is made of how inputs
+            went together here.
     """
-    mean = mean_of(x) if is_centred else None
     inputs = x.shape[1]
     stretches = []
     for at in _stretches(inputs, group_size if group_size < inputs else 1, most):
-        squares = _products(x[:, at], None if mean is None else mean[at])
-        order = squares.diagonal().argsort(descending=True, stable=True) if by_size else None
-        if order is not None:
-            squares = squares[order][:, order]
-        factor, counts = _factored(squares, damping)
-        if order is not None:
-            counts = counts[order.argsort()]
-        stretches.append(Stretch(at, factor, counts, order))
-    return SeenInputs(mean, tuple(stretches))
+        factor, counts = _factored(_products(x[:, at]), damping)
+        stretches.append(Stretch(at, factor, counts))
+    return tuple(stretches)
 
 
 @contextmanager
@@ -97,13 +74,11 @@ def _stretches(inputs: int, unit: int, most: int) -> Sequence[slice]:
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
-def _products(x: Tensor, mean: Tensor | None) -> Tensor:
+def _products(x: Tensor) -> Tensor:
     """The mean product of every two inputs, float64 [K, K]."""
     total = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
     for begin in range(0, len(x), _SLAB_TOKENS):
         slab = x[begin : begin + _SLAB_TOKENS].to(torch.float32)
-        if mean is not None:
-            slab = slab - mean.to(torch.float32)
         total += slab.T @ slab
     return total / len(x)
 
@@ -117,7 +92,7 @@ def _factored(squares: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     size = len(squares)
     mean = float(squares.diagonal().mean())
     squares = squares / mean if mean > 0 else torch.eye(size, dtype=torch.float64)
-    squares.diagonal().add_(damping)
+    squares.diagonal().mul_(1 + damping).add_(_LEAST)
     # Turned around, the lower factor that a library gives is the upper one.
     lower = torch.linalg.cholesky(squares.flip(0, 1))
     inverse = torch.linalg.solve_triangular(lower, torch.eye(size, dtype=torch.float64), upper=False)

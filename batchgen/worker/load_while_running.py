@@ -22,7 +22,6 @@ from batchgen.worker.input_batch import BatchBuilder
 
 loading = logging.getLogger("batchgen.loading")
 
-_NUM_TOKENS = 512
 # The first tokens of a text, which all others attend to, are unlike the rest.
 _SKIPPED = 16
 # Seconds between two words on how far it is.
@@ -41,7 +40,7 @@ def load_while_running(
     Args:
         model: without weights.
         loader: of its weights.
-        texts: token ids; without any, random ones.
+        texts: token ids; without any, those that the method makes up.
         on_layer: called with the number of linear layers that are loaded, and of all.
 
     Raises:
@@ -50,9 +49,8 @@ def load_while_running(
     for target, _ in model.weight_targets().values():
         if not isinstance(target, LinearLayer):
             loader.load(target)
-    arrivals = _Arrivals(loader, 0 if texts else _SKIPPED, on_layer)
-    model.wrap_linears(lambda name, layer: _Arriving(layer, arrivals))
-    texts = texts or [_made_up(model)]
+    num_skipped = 0 if texts else _SKIPPED
+    texts = texts or model.method.made_up_texts(model.config.vocab_size, model.max_len)
     layout, kernels = model.kv_layout, model.kernels
     num_groups, size = len(layout.windows), layout.spec.block_size
     sequences, num_blocks = [], 0
@@ -66,17 +64,14 @@ def load_while_running(
     model.bind_kv([kernels.allocate_kv(layout.spec, num_blocks, model.device)] * layout.num_places)
     builder = BatchBuilder(block_size=size, num_groups=num_groups, device=model.device)
     batch = builder.build(SchedulerOutput(0, tuple(sequences)), {})
+    # Of a text that is too short for that, the last token is seen.
+    is_seen = batch.positions >= min(num_skipped, int(batch.positions.max()))
+    arrivals = _Arrivals(loader, is_seen, on_layer)
+    model.wrap_linears(lambda name, layer: _Arriving(layer, arrivals))
     normed = model.forward(batch.token_ids, batch.positions, batch.metas)
     arrivals.take(model.head, normed)
     model.wrap_linears(lambda name, layer: layer.layer if isinstance(layer, _Arriving) else layer)
     model.release()
-
-
-def _made_up(model: Decoder) -> list[int]:
-    generator = torch.Generator().manual_seed(0)
-    num_tokens = min(_NUM_TOKENS, model.max_len)
-    ids: list[int] = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=generator).tolist()
-    return ids
 
 
 class _Arriving:
@@ -95,15 +90,15 @@ class _Arriving:
 class _Arrivals:
     """Loads one linear layer after the other, and says now and then how many there are."""
 
-    def __init__(self, loader: WeightLoader, num_skipped: int, on_layer: Callable[[int, int], None] | None):
+    def __init__(self, loader: WeightLoader, is_seen: Tensor, on_layer: Callable[[int, int], None] | None):
         self.num_layers = 1  # the head
-        self._loader, self._num_skipped, self._on_layer = loader, num_skipped, on_layer
+        self._loader, self._is_seen, self._on_layer = loader, is_seen, on_layer
         self._num_loaded, self._told_at = 0, time.monotonic()
 
     def take(self, layer: LinearLayer, x: Activation) -> None:
         """Load a layer whose inputs are known."""
         floats = x.dense() if isinstance(x, Quantized) else x
-        layer.method.see_inputs(layer.shape, floats[min(self._num_skipped, len(floats) - 1) :])
+        layer.method.see_inputs(layer.shape, floats[self._is_seen])
         self._loader.load(layer)
         self._num_loaded += 1
         if self._on_layer is not None:

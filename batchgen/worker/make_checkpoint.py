@@ -33,7 +33,7 @@ GROUP_SIZES = (128, 64, 32)
 _BLOCK_SIZE = 16
 # Of real text there is enough to see how inputs go together at a distance; of made-up tokens there is not.
 _MOST_INPUTS, _MOST_INPUTS_MADE_UP = 8192, 512
-_DAMPING, _DAMPING_MADE_UP = 0.01, 0.1
+_DAMPING, _DAMPING_MADE_UP = 0.01, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def make_checkpoint(
                 writer.add(f"{module}.{parameter}", tensor)
 
         rounding = Rounding(
-            layouts, *((_MOST_INPUTS, _DAMPING) if texts else (_MOST_INPUTS_MADE_UP, _DAMPING_MADE_UP)), False
+            layouts, *((_MOST_INPUTS, _DAMPING) if texts else (_MOST_INPUTS_MADE_UP, _DAMPING_MADE_UP))
         )
         source = _source(files)
         model = _run(files, source, rounding, take, texts, on_layer)

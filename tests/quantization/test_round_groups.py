@@ -45,13 +45,18 @@ def by_either(
 def lower_factor(inputs: int) -> Tensor:
     """Of inputs that go together."""
     x = random(400, inputs) @ random(inputs, inputs, seed=1) * 0.2 + random(400, inputs, seed=2)
-    seen = seen_inputs(x, group_size=1, most=inputs, damping=0.01, is_centred=False)
-    return seen.stretches[0].factor
+    return seen_inputs(x, group_size=1, most=inputs, damping=0.01)[0].factor
 
 
-@pytest.mark.parametrize("takes_back", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "inputs", "size", "block"), [(37, 96, 32, 64), (5, 200, 200, 64), (16, 144, 48, 48)]
+    ("rows", "inputs", "size", "block", "takes_back"),
+    [
+        (37, 96, 32, 64, False),
+        (37, 96, 32, 64, True),
+        (5, 200, 200, 64, False),  # one group for all is searched before errors are taken back
+        (16, 144, 48, 48, False),
+        (16, 144, 48, 48, True),
+    ],
 )
 @each_grid
 def test_the_kernel_rounds_as_plain_torch(
@@ -61,8 +66,6 @@ def test_the_kernel_rounds_as_plain_torch(
         pytest.skip("no C kernels")
     weight, counts = random(rows, inputs) * 0.3, random(inputs, seed=3).abs() + 0.1
     factor = lower_factor(inputs) if takes_back else None
-    if takes_back and size == inputs:
-        pytest.skip("one group for all is searched before")
     ours, our_groups = by_either(by_kernel, weight, grid, counts, size, factor, block)
     plain, plain_groups = by_either(by_torch, weight, grid, counts, size, factor, block)
     # A weight in the middle between two values may fall to either side, and then others follow.
@@ -134,7 +137,7 @@ def test_searched_scales_beat_rounding_to_the_nearest_of_the_whole_range(kind: s
         scale = (high - low) / 15
         least = low if kind == "least" else (low / scale).round() * scale
         nearest = ((groups - least) / scale).round().clamp(0, 15) * scale + least
-    assert error < 0.88 * (nearest - groups).square().mean()
+    assert error < {"zero": 0.94}.get(kind, 0.88) * (nearest - groups).square().mean()
 
 
 def test_a_group_of_equal_weights_and_one_of_zeros_are_kept() -> None:
@@ -146,10 +149,9 @@ def test_a_group_of_equal_weights_and_one_of_zeros_are_kept() -> None:
         torch.testing.assert_close(found, weight, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("by_size", [False, True])
 @pytest.mark.parametrize("size", [32, -1])
 @pytest.mark.parametrize("grid", [Grid("least", 4), Grid("e4m3", 8, torch.float32)], ids=["int4", "fp8"])
-def test_errors_are_taken_back_where_inputs_go_together(grid: Grid, size: int, by_size: bool) -> None:
+def test_errors_are_taken_back_where_inputs_go_together(grid: Grid, size: int) -> None:
     mixing = random(160, 160, seed=4) / 160**0.5
     x = random(3000, 160, seed=5) @ mixing + 0.3 * random(3000, 160, seed=6)
     weight = random(64, 160, seed=7)
@@ -158,8 +160,8 @@ def test_errors_are_taken_back_where_inputs_go_together(grid: Grid, size: int, b
     errors = []
     for seen in (
         None,
-        seen_inputs(x, group_size=group, most=64, damping=0.01, is_centred=False, by_size=by_size),
-        seen_inputs(x, group_size=group, most=512, damping=0.01, is_centred=False, by_size=by_size),
+        seen_inputs(x, group_size=group, most=64, damping=0.01),
+        seen_inputs(x, group_size=group, most=512, damping=0.01),
     ):
         found = recipe.rounded(weight, seen).coded().dense()
         errors.append(float((x @ (found - weight).T).square().mean()))
@@ -167,22 +169,11 @@ def test_errors_are_taken_back_where_inputs_go_together(grid: Grid, size: int, b
     assert errors[2] < 0.95 * errors[1]
 
 
-def test_what_the_mean_input_loses_is_known() -> None:
-    x = random(3000, 96, seed=5) + 2 * random(96, seed=6)
-    weight = random(40, 96, seed=7)
-    seen = seen_inputs(x, group_size=32, most=96, damping=0.1, is_centred=True)
-    rounded = Recipe(Grid("least", 4), 32).rounded(weight, seen)
-    assert rounded.lost is not None
-    missing = ((weight - rounded.coded().dense()).double() @ x.double().mean(dim=0)).float()
-    torch.testing.assert_close(rounded.lost, missing, rtol=1e-3, atol=1e-4)
-    assert missing.abs().max() > 0.01
-
-
 def test_the_factor_is_the_best_way_to_take_an_error_back() -> None:
     x = random(500, 24, seed=1) @ random(24, 24, seed=2)
     squares = x.double().T @ x.double() / 500
-    squares += torch.eye(24) * 0.01 * squares.diagonal().mean()
-    seen = seen_inputs(x, group_size=1, most=24, damping=0.01, is_centred=False).stretches[0]
+    squares += torch.diag(0.01 * squares.diagonal() + 1e-4 * squares.diagonal().mean())
+    seen = seen_inputs(x, group_size=1, most=24, damping=0.01)[0]
     for k in (0, 7, 22):
         rest = slice(k + 1, 24)
         best = torch.linalg.solve(squares[rest, rest], squares[rest, k])
