@@ -7,7 +7,7 @@ from batchgen.api.batch_runner import BatchRunner
 from batchgen.api.beams import beam_output, beam_params
 from batchgen.api.caller import Caller, chat_options, check_level, check_tags, warn_of_failures
 from batchgen.api.enqueueing import Enqueueing, Params
-from batchgen.api.lora_names import LoRA, LoRANames
+from batchgen.api.lora_names import LoRA, LoRANames, by_adapter
 from batchgen.api.progress_bar import progress_bar
 from batchgen.api.prompt_forms import Messages, Prompt, Read, one_each, read_prompt, read_prompts
 from batchgen.api.scoring import make_pairs, score_pairs
@@ -258,8 +258,18 @@ class LLM(Enqueueing, WithoutForeignMethods):
     ) -> list[RequestOutput]:
         loras = self._named_loras(lora_request, len(prompts))
         requests = self._requests(prompts, sampling_params, priority, loras)
+        order = by_adapter(loras, self.config.lora.max_loras)
+        is_in_order = all(place == number for place, number in enumerate(order))
+        if not is_in_order:
+            # Made in their own order, which their seeds come from.
+            made = list(requests)
+            requests = iter([made[number] for number in order])
         with progress_bar(len(prompts), use_tqdm) as bar:
             outputs = self._runner.run(requests, len(prompts), bar)
+        if not is_in_order:
+            outputs = [
+                output for _, output in sorted(zip(order, outputs, strict=True), key=lambda pair: pair[0])
+            ]
         for output, lora in zip(outputs, loras, strict=True):
             output.tell_lora(lora)
         warn_of_failures(outputs)

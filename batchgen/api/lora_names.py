@@ -9,6 +9,19 @@ from batchgen.quantities import counted
 LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
+def by_adapter(loras: Sequence[LoRARequest | None], num_slots: int) -> list[int]:
+    """The order in which prompts are best handed over: those of an adapter together, if there are many.
+
+    Rows of more adapters than there are slots would otherwise wait for each other's adapters to leave.
+    """
+    names = [None if lora is None else lora.lora_name for lora in loras]
+    turns: dict[str | None, int] = {}
+    for name in names:
+        turns.setdefault(name, len(turns))
+    numbers = list(range(len(loras)))
+    return numbers if len(turns) <= num_slots else sorted(numbers, key=lambda each: turns[names[each]])
+
+
 class LoRANames:
     """What a caller has had loaded, by name.
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from batchgen import LoRARequest
-from batchgen.api.lora_names import LoRANames
+from batchgen.api.lora_names import LoRANames, by_adapter
 from batchgen.errors import ConfigError, UnknownNameError
 
 
@@ -30,6 +30,23 @@ def test_its_fields_come_in_the_order_of_elsewhere() -> None:
 def test_a_wrong_field_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, UnknownNameError), match=message):
         LoRARequest(**given)
+
+
+@pytest.mark.parametrize(
+    ("names", "num_slots", "order"),
+    [
+        ("abab", 2, [0, 1, 2, 3]),
+        ("abab", 1, [0, 2, 1, 3]),
+        ("ca-ba-c", 3, [0, 6, 1, 4, 2, 5, 3]),
+        ("---", 1, [0, 1, 2]),
+        ("", 1, []),
+    ],
+)
+def test_prompts_of_an_adapter_stand_together_if_there_are_more_than_slots(
+    names: str, num_slots: int, order: list[int]
+) -> None:
+    loras = [None if name == "-" else LoRARequest(name) for name in names]
+    assert by_adapter(loras, num_slots) == order
 
 
 def test_only_what_is_new_has_to_be_loaded() -> None:

@@ -302,6 +302,18 @@ def test_a_sleeping_engine_wakes_with_its_adapters(start: Any, loras: Any, truth
     assert tokens(llm.generate(PROMPTS, GREEDY, False, lora_request=order)) == chosen(truth, order)
 
 
+def test_drawn_rows_do_not_depend_on_the_number_of_slots(start: Any, loras: Any) -> None:
+    drawn = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    order = [loras[0], loras[1], loras[2], loras[0], None, loras[1], loras[2], loras[0]]
+    found = []
+    for num_slots in (1, 2, 8):
+        outputs = start(max_loras=num_slots).generate(PROMPTS * 2, drawn, False, lora_request=order)
+        assert [output.lora_request for output in outputs] == order
+        assert [output.prompt_token_ids for output in outputs] == PROMPTS * 2
+        found.append(tokens(outputs))
+    assert found[0] == found[1] == found[2]
+
+
 def test_rows_in_flight_outlast_a_sleep_with_their_adapters(start: Any, loras: Any, truth: Any) -> None:
     order = [loras[0], None, loras[1], loras[2]]
     for level in (1, 2):
