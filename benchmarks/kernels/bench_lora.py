@@ -12,6 +12,7 @@ measured in its own CPU time.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,9 +54,14 @@ def build(kernels: Kernels, case: Case, has_adapters: bool) -> Callable[[], None
         for inputs, parts in SHAPES.values()
     ]
     sizes = StepSizes(case.rows, case.rows + 1, case.rows + 2, case.rows + 3)
-    program = kernels.record(lambda: [work() for work in works] and None, sizes)
+    program = kernels.record(partial(_run_all, works), sizes)
     assert program is not None
     return lambda: program.run(sizes)
+
+
+def _run_all(works: list[Callable[[], None]]) -> None:
+    for work in works:
+        work()
 
 
 def _layer(
@@ -92,7 +98,7 @@ def _layer(
 
 def _activations(kernels: Kernels, case: Case, inputs: int) -> Activation:
     x: Tensor = torch.randn(case.rows, inputs)
-    return kernels.quantize(x, Quantized.empty(*x.shape, 8)) if case.base == "int8" else x
+    return kernels.quantize(x, Quantized.empty(case.rows, inputs, 8)) if case.base == "int8" else x
 
 
 def measure(case: Case, repeats: int) -> dict[str, list[float]]:
