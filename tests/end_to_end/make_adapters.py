@@ -68,7 +68,10 @@ def make(base: Path, folder: Path, name: str, recipe: dict[str, Any], steps: int
     losses = train(wrapped, torch.tensor(tokenizer(TEXT)["input_ids"]), steps)
     wrapped.save_pretrained(folder / name)
     print(f"{name}: loss {losses[0]:.2f} -> {losses[-1]:.2f} in {steps} steps", flush=True)
-    save_expected(wrapped.merge_and_unload().eval(), tokenizer, folder / f"{name}.safetensors")
+    # Merged, the adapters of an embedding and of a head that are one tensor would both change both.
+    is_tied = wrapped.config.tie_word_embeddings and "lm_head" in recipe["target_modules"]
+    adapted = wrapped.eval() if is_tied else wrapped.merge_and_unload().eval()
+    save_expected(adapted, tokenizer, folder / f"{name}.safetensors")
 
 
 def train(model: Any, ids: torch.Tensor, steps: int) -> list[float]:
@@ -77,9 +80,11 @@ def train(model: Any, ids: torch.Tensor, steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     model.train()
     losses = []
+    # A tokenizer with long words leaves few.
+    length = min(CONTEXT, len(ids) // 2)
     for _ in range(steps):
-        starts = torch.randint(0, len(ids) - CONTEXT, (BATCH,))
-        batch = torch.stack([ids[start : start + CONTEXT] for start in starts.tolist()])
+        starts = torch.randint(0, len(ids) - length, (BATCH,))
+        batch = torch.stack([ids[start : start + length] for start in starts.tolist()])
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()

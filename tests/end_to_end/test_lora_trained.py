@@ -21,17 +21,21 @@ TIE = 1e-3
 TOP = 5
 
 
+def train(folder: Path, *options: str) -> None:
+    """Train adapters for the model in a folder."""
+    script = Path(__file__).with_name("make_adapters.py")
+    command = [sys.executable, script, folder / "model", folder, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, and the adapters that were trained for it."""
     folder = tmp_path_factory.mktemp("trained")
     write_folder(tiny_model(), folder / "model")
-    script = Path(__file__).with_name("make_adapters.py")
-    done = subprocess.run(
-        [sys.executable, script, folder / "model", folder], capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
+    train(folder)
     return folder
 
 
@@ -55,13 +59,12 @@ def expected(trained: Path, recipe: str) -> list[tuple[list[int], int, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_log_probabilities_are_those_of_the_merged_model(llm: LLM, trained: Path, recipe: str) -> None:
-    right = expected(trained, recipe)
+def check_log_probabilities(llm: LLM, folder: Path, recipe: str) -> None:
+    right = expected(folder, recipe)
     outputs = llm.generate(
         [{"prompt_token_ids": ids} for ids, _, _ in right],
         SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP),
-        lora_request=request(trained, recipe),
+        lora_request=request(folder, recipe),
         use_tqdm=False,
     )
     worst = 0.0
@@ -73,6 +76,18 @@ def test_log_probabilities_are_those_of_the_merged_model(llm: LLM, trained: Path
                 worst = max(worst, abs(told.logprob - float(logits[place - 1].log_softmax(-1)[token])))
     print(f"{recipe}: log probabilities differ by {worst:.1e} at most")
     assert worst < 1e-4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_log_probabilities_are_those_of_the_merged_model(llm: LLM, trained: Path, recipe: str) -> None:
+    check_log_probabilities(llm, trained, recipe)
+
+
+def test_a_head_that_is_the_embedding_is_adapted_alone(tmp_path: Path) -> None:
+    write_folder(tiny_model(tie_word_embeddings=True), tmp_path / "model")
+    train(tmp_path, "--only", "ends")
+    with LLM(str(tmp_path / "model"), in_process=True, enable_lora=True, max_logprobs=TOP) as tied:
+        check_log_probabilities(tied, tmp_path, "ends")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
