@@ -16,7 +16,7 @@
 /* Inputs of a piece, a multiple of UNIT: a tile's rows of it stay in the L1 cache. */
 #define PIECE 384
 /* Bytes of A and B that are fetched before they are needed. */
-#define AHEAD 2048
+#define AHEAD 4096
 
 void bg_lora_put(Slot *slot, const char *a, int64_t units, int64_t type) {
     slot->a = a, slot->units = units, slot->type = type;
