@@ -16,7 +16,7 @@ def quantize(
     *,
     scheme: str = "int4",
     group_size: int | None = None,
-    symmetric: bool = False,
+    zero_points: bool = False,
     data: str | None = None,
     samples: int = 128,
     length: int = 512,
@@ -35,7 +35,8 @@ def quantize(
         scheme: "int4": weights of 4 bits in groups; "int8": weights and activations of 8 bits; "fp8": weights
             as floats of 8 bits.
         group_size: inputs that share a scale of 4 bits; by default 128, 64 or 32, the first that fits.
-        symmetric: whether groups of 4 bits go without a zero point, which some kernels want.
+        zero_points: whether groups of 4 bits have one: a little better, but fewer kernels take it, and
+            transformers only with `CompressedTensorsConfig(dequantize=True)`.
         data: "FILE" or "FILE:COLUMN", texts like those that the model will see; see `text_pieces`.
         samples: how many pieces are taken from the data.
         length: tokens of a piece.
@@ -74,5 +75,5 @@ def quantize(
             bar.update(done - bar.n)
 
         return make_checkpoint(
-            files, out, scheme, group_size=group_size, is_symmetric=symmetric, texts=texts, on_layer=show
+            files, out, scheme, group_size=group_size, has_zeros=zero_points, texts=texts, on_layer=show
         )

@@ -25,9 +25,9 @@ def quantize(
             metavar="N", help="Inputs that share a scale (int4). Default: 128, 64 or 32, as they fit."
         ),
     ] = None,
-    symmetric: Annotated[
+    zero_points: Annotated[
         bool,
-        typer.Option("--symmetric", help="No zero points (int4): a little worse, wanted by some kernels."),
+        typer.Option("--zero-points", help="One for each group (int4): better, but fewer kernels take it."),
     ] = False,
     data: Annotated[
         str | None,
@@ -46,8 +46,8 @@ def quantize(
     from batchgen.api.quantize import quantize as run
 
     made = run(
-        model, output, scheme=scheme, group_size=group_size, symmetric=symmetric, data=data, samples=samples,
-        length=length, revision=revision, use_tqdm=not quiet and sys.stderr.isatty(),
+        model, output, scheme=scheme, group_size=group_size, zero_points=zero_points, data=data,
+        samples=samples, length=length, revision=revision, use_tqdm=not quiet and sys.stderr.isatty(),
     )  # fmt: skip
     if as_json:
         facts = {"folder": str(made.folder), "scheme": scheme, "group_size": made.group_size,

@@ -66,8 +66,9 @@ class RoundedAtLoad(Stored):
     def made_up_texts(self, vocab_size: int, most: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(0)
         frequency = 1 / (torch.arange(vocab_size, dtype=torch.float64) + _FREQUENT)
-        ids = torch.multinomial(frequency, _NUM_TOKENS, replacement=True, generator=generator)
-        return [text.tolist() for text in ids.split(min(_LENGTH, most))]
+        ids = torch.multinomial(frequency, _NUM_TOKENS, replacement=True, generator=generator).tolist()
+        length = min(_LENGTH, most)
+        return [ids[begin : begin + length] for begin in range(0, _NUM_TOKENS, length)]
 
     @override
     def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:

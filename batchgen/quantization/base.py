@@ -216,7 +216,7 @@ def method_for(
         UnsupportedModelError: a scheme that is not built, by name, or one on top of another.
     """
     quant_method = "none" if quantization is None else quantization.get("quant_method")
-    if quant_method not in METHODS:
+    if not isinstance(quant_method, str) or quant_method not in METHODS:
         raise UnsupportedModelError(
             f"{name}: the checkpoint is quantized ({quant_method or 'without a quant_method'!r}), which is "
             f"not built (built: {', '.join(METHODS)}); take the unquantized model or a GGUF file"

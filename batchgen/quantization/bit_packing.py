@@ -29,11 +29,12 @@ def pack_stream(numbers: Tensor, bits: int, dim: int) -> Tensor:
     """
     moved = numbers.movedim(dim, -1)
     moved = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % (32 // bits)))
-    parts = moved.unflatten(-1, (-1, 8 // bits))
+    parts = moved.reshape(*moved.shape[:-1], -1, 8 // bits)
     stored = parts[..., 0].clone()
     for place in range(1, 8 // bits):
         stored |= parts[..., place] << bits * place
-    return stored.contiguous().view(torch.int32).movedim(-1, dim).contiguous()
+    words: Tensor = stored.contiguous().view(torch.int32).movedim(-1, dim).contiguous()
+    return words
 
 
 def unpack_words(words: Tensor, bits: int, dim: int, count: int) -> Tensor:

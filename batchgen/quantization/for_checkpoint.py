@@ -49,20 +49,20 @@ class Rounding:
         )
 
 
-def layouts_of(scheme: str, group_size: int, is_symmetric: bool, scale_dtype: torch.dtype) -> list[Layout]:
+def layouts_of(scheme: str, group_size: int, has_zeros: bool, scale_dtype: torch.dtype) -> list[Layout]:
     """The layouts of a scheme.
 
     Args:
         scheme: one of `SCHEMES`.
         group_size: inputs that share a scale of 4 bits.
-        is_symmetric: whether groups of 4 bits go without zero points.
+        has_zeros: whether groups of 4 bits have zero points.
         scale_dtype: of the scales.
 
     Raises:
         ConfigError: there is no such scheme.
     """
     if scheme == "int4":
-        return [Layout(Recipe(Grid("symmetric" if is_symmetric else "zero", 4, scale_dtype), group_size))]
+        return [Layout(Recipe(Grid("zero" if has_zeros else "symmetric", 4, scale_dtype), group_size))]
     if scheme == "int8":
         grid = Grid("symmetric", 8, scale_dtype)
         # A gated product has outliers that 8 bits a token do not hold.

@@ -32,7 +32,8 @@ class RoundedWeight:
 
     def integers(self) -> Tensor:
         """Symmetric values as integers with a sign: int8 [N, K]."""
-        return (self.values.to(torch.int16) - 2 ** (self.grid.bits - 1)).to(torch.int8)
+        signed: Tensor = self.values.to(torch.int16) - 2 ** (self.grid.bits - 1)
+        return signed.to(torch.int8)
 
     def coded(self) -> Coded:
         """As kernels take it."""

@@ -86,11 +86,11 @@ def write_tokenizer(location: ModelLocation, folder: Path) -> None:
         return
     from transformers import PreTrainedTokenizerFast
 
-    file = GGUFFile(location.path)
-    backend, facts = build_from_gguf(file)
+    gguf = GGUFFile(location.path)
+    backend, facts = build_from_gguf(gguf)
     names = {name: text for name, text in facts["special_names"].items() if isinstance(text, str)}
     made: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **names)  # type: ignore[no-untyped-call]
-    made.chat_template = file.get("tokenizer.chat_template")
+    made.chat_template = gguf.get("tokenizer.chat_template")
     made.save_pretrained(folder)
     ends = [*facts["eos_token_ids"]]
     defaults = {"eos_token_id": ends if len(ends) != 1 else ends[0], "bos_token_id": facts["bos_token_id"]}
@@ -132,7 +132,7 @@ class ShardWriter:
         if count == 1:
             self._shard(0).rename(self._folder / "model.safetensors")
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards):
             file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             self._shard(number).rename(self._folder / file)

@@ -62,7 +62,7 @@ def make_checkpoint(
     scheme: str,
     *,
     group_size: int | None = None,
-    is_symmetric: bool = False,
+    has_zeros: bool = False,
     texts: Sequence[Sequence[int]] = (),
     on_layer: Callable[[int, int], None] | None = None,
 ) -> MadeCheckpoint:
@@ -73,7 +73,7 @@ def make_checkpoint(
         out: the new folder; it appears when all is written.
         scheme: see `layouts_of`.
         group_size: inputs that share a scale of 4 bits; None: the first of `GROUP_SIZES` that fits.
-        is_symmetric: whether groups of 4 bits go without zero points.
+        has_zeros: whether groups of 4 bits have zero points.
         texts: token ids that layers are rounded for; without any, random ones.
         on_layer: called with the number of layers that are done, and of all.
 
@@ -92,7 +92,7 @@ def make_checkpoint(
         raise ConfigError(f"group_size: {scheme} has a scale for each output; leave it out")
     config = config_json(files.location, shape)
     dtype = stored_dtype(shape.dtype)
-    layouts = layouts_of(scheme, size or -1, is_symmetric, dtype)
+    layouts = layouts_of(scheme, size or -1, has_zeros, dtype)
     with _new_folder(out) as folder:
         writer = ShardWriter(folder)
         rounded: dict[str, int] = {}

@@ -29,5 +29,5 @@ def whole_logits(model: Decoder, token_ids: Sequence[int]) -> Iterator[Tensor]:
     with torch.inference_mode():
         batch = builder.build(step, {})
         hidden = model.forward(batch.token_ids, batch.positions, batch.metas).clone()
-        for rows in hidden.split(_ROWS):
-            yield model.logits(rows.contiguous())
+        for begin in range(0, len(hidden), _ROWS):
+            yield model.logits(hidden[begin : begin + _ROWS])

@@ -14,6 +14,8 @@ def batchgen(*arguments: object) -> Any:
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_from_floats_to_a_folder_and_its_numbers(folder: Path, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = batchgen("quantize", folder, "--scheme", "int4", "--data", f"{texts}:text", "--samples", 4,

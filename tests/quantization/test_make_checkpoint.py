@@ -18,7 +18,7 @@ from batchgen.worker.checkpoint_files import ShardWriter
 IDS = random_ids(90, seed=3)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "int4": ("LlamaForCausalLM", {}, {"scheme": "int4"}),
-    "int4 symmetric": ("LlamaForCausalLM", {}, {"scheme": "int4", "symmetric": True, "group_size": 32}),
+    "int4 zero points": ("LlamaForCausalLM", {}, {"scheme": "int4", "zero_points": True, "group_size": 32}),
     "int4 by text": ("LlamaForCausalLM", {}, {"scheme": "int4", "samples": 6, "length": 100}),
     "int4 tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}, {"scheme": "int4"}),
     "int4 biases": ("Qwen2ForCausalLM", {}, {"scheme": "int4"}),
@@ -55,7 +55,8 @@ def test_ours_and_transformers_read_the_same_logits(
 
 
 def test_the_config_says_what_other_readers_ask_for(folder: Path, tmp_path: Path) -> None:
-    made = quantize(str(folder), tmp_path / "out", scheme="int4", group_size=32, use_tqdm=False)
+    options: dict[str, Any] = {"scheme": "int4", "group_size": 32, "zero_points": True}
+    made = quantize(str(folder), tmp_path / "out", use_tqdm=False, **options)
     assert (made.group_size, made.folder) == (32, tmp_path / "out")
     # 4 bits, and for 32 of them a scale of 32 bits (the model's own dtype) and a zero point of 4.
     assert made.bits_per_weight == pytest.approx(4 + 36 / 32, rel=0.02)
