@@ -68,17 +68,19 @@ class AdapterFacts:
     content_hash: str
 
 
-def check_adapter(adapter: str) -> AdapterFacts:
+def check_adapter(adapter: str, beside: Path | None = None) -> AdapterFacts:
     """Find an adapter and look at its files; of its tensors only their shapes.
 
     Args:
         adapter: a folder as peft writes it, or a hub id.
+        beside: where a folder that is not there was looked for, to name the nearest; by default the working
+            directory.
 
     Raises:
         ConfigError: there is none; says what to do.
         ModelError: its files are no LoRA adapter of peft's, or one of a kind that is not built.
     """
-    folder = find_adapter(adapter)
+    folder = find_adapter(adapter, beside)
     config = read_config(folder)
     places = tensor_places(folder)
     ranks = [place.shape[0] for name, place in places.items() if _A_NAME.search(name) and place.shape]
@@ -93,8 +95,8 @@ def check_adapter(adapter: str) -> AdapterFacts:
     )
 
 
-def find_adapter(adapter: str) -> Path:
-    """The folder of an adapter, fetched from the hub if it is not here.
+def find_adapter(adapter: str, beside: Path | None = None) -> Path:
+    """The folder of an adapter, fetched from the hub if it is not here; arguments as in `check_adapter`.
 
     Raises:
         ConfigError: neither a folder with an adapter nor on the hub.
@@ -104,13 +106,14 @@ def find_adapter(adapter: str) -> Path:
         raise ConfigError(f"{adapter!r} is a file; name the folder that holds {CONFIG_FILE}")
     if path.is_dir():
         return _checked(path.resolve(), adapter)
+    folder = (beside or Path()) / path.parent
+    match = nearest(path.name, [entry.name for entry in folder.iterdir()] if folder.is_dir() else [])
+    missing = f"no such folder {adapter!r}"
+    if match is not None:
+        missing += f" (did you mean {str(path.parent / match)!r}?)"
     if _HUB_ID.fullmatch(adapter) is None:
-        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        match = nearest(path.name, beside)
-        raise ConfigError(
-            f"no such folder {adapter!r}" + (f"; did you mean {str(path.parent / match)!r}?" if match else "")
-        )
-    return _checked(_from_hub(adapter), adapter)
+        raise ConfigError(missing)
+    return _checked(_from_hub(adapter, missing), adapter)
 
 
 def _checked(folder: Path, adapter: str) -> Path:
@@ -127,7 +130,7 @@ def _checked(folder: Path, adapter: str) -> Path:
     return folder
 
 
-def _from_hub(adapter: str) -> Path:
+def _from_hub(adapter: str, missing: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -135,12 +138,12 @@ def _from_hub(adapter: str) -> Path:
         return Path(snapshot_download(adapter, allow_patterns=[CONFIG_FILE, TENSOR_FILE, _PICKLED_FILE]))
     except LocalEntryNotFoundError as error:
         raise ConfigError(
-            f"no such folder {adapter!r}, the hub cannot be reached, and its cache has no copy; download it "
-            f"first, or give a folder"
+            f"{missing}, the hub cannot be reached, and its cache has no copy; download it first, or give "
+            f"a folder"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"no such folder {adapter!r}, and not to be had from the hub: {reason}") from error
+        raise ConfigError(f"{missing}, and not to be had from the hub: {reason}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
