@@ -32,7 +32,7 @@ def check_adapters(spec: JobSpec) -> dict[str, AdapterFacts]:
     problems = []
     for name, path in spec.lora.adapters.items():
         try:
-            found[name] = check_adapter(spec.located(path))
+            found[name] = check_adapter(spec.located(path), spec.base_dir)
             _check_rank(found[name].max_rank, spec.lora.max_lora_rank)
         except (ConfigError, ModelError) as error:
             problems.append(_about(spec, name, error))

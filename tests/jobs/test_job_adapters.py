@@ -266,7 +266,11 @@ def set_key(folder: Path, key: str, value: Any) -> None:
 def broken(folder: Path) -> dict[str, tuple[Callable[[Path], object], str]]:
     """What is done to the folder of an adapter, and what is said of it."""
     return {
-        "gone": (shutil.rmtree, r"no such folder .*adapters/sql"),
+        "gone": (shutil.rmtree, r"no such folder 'adapters/sql'.*the hub cannot be reached"),
+        "moved": (
+            lambda path: path.rename(path.with_name("sql2")),
+            r"no such folder 'adapters/sql' \(did you mean 'adapters/sql2'\?\)",
+        ),
         "bare": (lambda path: (path / "adapter_config.json").unlink(), r"holds no adapter"),
         "model": (
             lambda path: (path / "adapter_config.json").rename(path / "config.json"),
