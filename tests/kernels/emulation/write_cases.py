@@ -17,17 +17,19 @@ from unittest.mock import patch
 import gguf
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from lora_cases import lora_cases
+from rounding_cases import rounding_cases
 from torch import Tensor
 from transcript import CALLED, MAGIC, NotingLibrary, Transcript
 
 from batchgen.kernels.cases import CASES, KV_TOLERANCE, AttentionCase, make_inputs
 from batchgen.kernels.coded import Coded, float8_values
 from batchgen.kernels.cpu import dequantize as dequantizing
+from batchgen.kernels.cpu import round_groups
 from batchgen.kernels.cpu.dequantize import _BLOCKS as BLOCKS
 from batchgen.kernels.cpu.dequantize import dequantize
 from batchgen.kernels.cpu.screen import Screen
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec
-from batchgen.kernels.lora import LoraPart, LoraSegments
 from batchgen.kernels.ops import Quantized, choose
 from batchgen.kernels.program import StepSizes
 from batchgen.kernels.sampling import Draws, Penalties
@@ -116,54 +118,6 @@ def coded_linear(
     for first, end in ((0, 1), (rows // 3, rows)):
         run.same("rows alone", run.kernels.linear(x[first:end], packed), whole[first:end])
     run.equal("rows of the weight", run.kernels.gather_rows(packed, run.integers(0, columns, 9)))
-
-
-def lora(run: Run, rows: int, sizes: tuple[int, ...], ranks: list[int], dtype: str, bits: int) -> None:
-    """Adapters beside a layer of 500 inputs, a rank for each slot; rank 0: the slot is empty.
-
-    What lies between the two operations of work that is split is compared too: so that one thread splits what
-    three do, tiles are two at most, or nine at least.
-    """
-    inputs, slots = 500, [row % (len(ranks) + 1) - 1 for row in range(rows)]
-    bank = run.kernels.lora_bank(inputs, sizes, len(ranks))
-    filled = [slot for slot, rank in enumerate(ranks) if rank]
-    for slot in filled:
-        parts = [_part(run, inputs, size, ranks[slot]) for size in sizes]
-        bank.put(slot, run.kernels.pack_lora(inputs, sizes, parts, dtype))
-    x: Any = run.draw(rows, inputs + 3)[:, :inputs]
-    if bits < 32:
-        x = rounded(run, x, bits)
-
-    def added(first: int, end: int, base: Tensor) -> Tensor:
-        segments = LoraSegments.empty(end - first, len(ranks))
-        segments.fill(slots[first:end])
-        out = base[first:end].clone()
-        run.kernels.lora_add(x[first:end], bank, segments, out)
-        return out
-
-    base = run.draw(rows, sum(sizes))
-    whole = added(0, rows, base)
-    run.close("sums", whole)
-    for first, end in ((0, 2), (rows // 2, rows)):
-        run.same("rows alone", added(first, end, base), whole[first:end])
-    for slot in filled:  # addresses differ from run to run of a case
-        bank.put(slot, None)
-
-
-def lora_table(run: Run, rank: int, dtype: str) -> None:
-    bank, part = run.kernels.lora_bank(60, [70], 2, is_table=True), _part(run, 60, 70, rank)
-    bank.put(1, run.kernels.pack_lora_table(60, part, dtype))
-    segments, out = LoraSegments.empty(30, 2), run.draw(30, 70)
-    segments.fill([row % 3 - 1 for row in range(30)])
-    run.kernels.lora_gather_add(run.integers(0, 60, 30), bank, segments, out)
-    run.close("sums", out)
-    bank.put(1, None)
-
-
-def _part(run: Run, inputs: int, outputs: int, rank: int) -> LoraPart:
-    """Of numbers that halves hold as they are, so that every dtype means the same."""
-    a, b = (run.draw(*shape).bfloat16().half().to(run.dtype) for shape in ((rank, inputs), (outputs, rank)))
-    return LoraPart(a / 8, b / 8, run.draw(outputs))
 
 
 def gather(run: Run) -> None:
@@ -445,15 +399,8 @@ def all_cases() -> Iterator[tuple[str, str, Case]]:
         case = partial(coded_linear, bits=bits, beside=beside, scale_dtype=scale_dtype, kind=kind)
         for shape in ((3, 70, 100), (40, 33, 500), (4, 5, 7)):
             yield f"{kind} {shape}, {bits} bits, {beside}", "float32", partial(case, shape=shape)
-    few, many = ((40, 70), [512, 200]), ((40, 70), [16, 0, 5])
-    for number, dtype in enumerate(("float32", "float16", "bfloat16")):
-        for rows, (sizes, ranks) in ((3, few), (6, few), (300, many), (300, ((33,), [17]))):
-            bits = (32, 8, 16)[(number + rows) % 3]
-            case = partial(lora, rows=rows, sizes=sizes, ranks=ranks, dtype=dtype, bits=bits)
-            name = f"lora {rows} {sizes} {ranks}, {dtype}, {bits} bits"
-            yield name, "float32" if bits < 32 else "float64", case
-        case = partial(lora_table, rank=(5, 16, 40)[number], dtype=dtype)
-        yield f"lora of a table, {dtype}", "float64", case
+    yield from lora_cases()
+    yield from rounding_cases()
     yield "gather", "float32", gather
     for width in (8, 33, 64, 576):
         yield f"norms {width}", "float64", partial(norms, width=width)
@@ -507,6 +454,7 @@ def write(path: Path) -> None:
             noted = Run(transcript.kernels(), number)
             with (
                 patch.object(dequantizing, "load", lambda kernels=noted.kernels: kernels.library),
+                patch.object(round_groups, "load", lambda kernels=noted.kernels: kernels.library),
                 patch.object(torch, "empty", transcript.shown(torch.empty)),
             ):
                 case(noted)
