@@ -21,6 +21,9 @@ from batchgen.lora.adapter_facts import AdapterFacts, check_adapter
 from batchgen.outputs import FailureCode
 from batchgen.quantities import counted
 
+# Adapters that the start names; the events have all.
+_MOST_SHOWN = 10
+
 
 def check_adapters(spec: JobSpec) -> dict[str, AdapterFacts]:
     """Read every adapter of the job file, and give those that a row may use.
@@ -77,14 +80,15 @@ def load_adapters(
     Raises:
         ConfigError, ModelError, CapacityError: the engine refuses one; with its place and name.
     """
-    for name, facts in adapters.items():
+    for number, (name, facts) in enumerate(adapters.items()):
         try:
             loaded = engine.load_adapter(name, str(facts.path))
         except (ConfigError, ModelError, CapacityError) as error:
             kind = ConfigError if isinstance(error, ConfigError) else type(error)
             raise kind(_about(spec, name, error)) from error
-        modules = counted(facts.num_modules, "module")
-        reporter.say(f"adapter {name}: rank {facts.max_rank}, {modules} ({display_path(facts.path)})")
+        if number < _MOST_SHOWN:
+            modules = counted(facts.num_modules, "module")
+            reporter.say(f"adapter {name}: rank {facts.max_rank}, {modules} ({display_path(facts.path)})")
         for warning in loaded.warnings:
             reporter.say(f"adapter {name}: {warning}")
         events.put(
@@ -96,6 +100,8 @@ def load_adapters(
             content_hash=facts.content_hash,
             warnings=list(loaded.warnings),
         )
+    if len(adapters) > _MOST_SHOWN:
+        reporter.say(f"and {len(adapters) - _MOST_SHOWN:,} more adapters")
 
 
 class AdapterChoice:

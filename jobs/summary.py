@@ -13,6 +13,8 @@ from batchgen.quantities import counted, duration
 _EXIT_GOOD, _EXIT_ROWS_FAILED = 0, 3
 # Above this share of samples that were cut off, max_tokens is probably too low.
 _MUCH_CUT = 0.20
+# Adapters that the last lines name.
+_MOST_ADAPTERS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +68,7 @@ class JobSummary:
             codes = ", ".join(f"{code} {count:,}" for code, count in sorted(self.failures.items()))
             lines.append(f"{counted(self.rows_failed, 'row')} failed ({codes}); the `error` column says why")
         if self.adapters:
-            used = ", ".join(f"{name} {counted(rows, 'row')}" for name, rows in sorted(self.adapters.items()))
-            lines.append(f"adapters: {used}")
+            lines.append(f"adapters: {_used(self.adapters)}")
         reasons = self.finish_reasons
         samples = sum(reasons.values()) - reasons.get(FinishReason.ERROR, 0)
         cut = reasons.get(FinishReason.LENGTH, 0)
@@ -98,3 +99,11 @@ class JobSummary:
         took = f"{self.rows_now:,} of them in this run, {duration(self.elapsed_s)}"
         state = "stopped" if self.stopped is not None else "finished"
         return f"{state}: {rows} done ({took}), {self.generated_tokens:,} tokens generated"
+
+
+def _used(adapters: Mapping[str, int]) -> str:
+    """How many rows each adapter was used for, the most used first."""
+    ranked = sorted(adapters.items(), key=lambda each: (-each[1], each[0]))
+    shown = [f"{name} {counted(rows, 'row')}" for name, rows in ranked[:_MOST_ADAPTERS]]
+    rest = len(ranked) - len(shown)
+    return ", ".join(shown) + (f" and {rest:,} more adapters" if rest else "")

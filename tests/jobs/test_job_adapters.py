@@ -140,12 +140,24 @@ def test_what_is_told_of_adapters(tmp_path: Path, adapters: dict[str, str]) -> N
     summary = go(adapter_job(write_rows(tmp_path, mixed(60)), adapters), reporter=reporter)
     assert f"adapter sql: rank 4, 2 modules ({tmp_path / 'adapters' / 'sql'})" in reporter.lines
     assert summary.adapters == {"sql": 20, "chat": 10, "code": 10}
-    assert "adapters: chat 10 rows, code 10 rows, sql 20 rows" in summary.lines()
+    assert "adapters: sql 20 rows, chat 10 rows, code 10 rows" in summary.lines()
     events = list(read_events(OutputFolder(tmp_path / "out").events))
     assert {event["name"] for event in events if event["kind"] == "adapter"} == set(NAMES)
     for kind in ("interval", "end"):
         assert [event for event in events if event["kind"] == kind][-1]["adapters"] == summary.adapters
     assert summary.to_mapping()["adapters"] == summary.adapters
+
+
+def test_of_many_adapters_some_are_named(tmp_path: Path, adapters: dict[str, str]) -> None:
+    many = {f"a{number}": adapters["sql"] for number in range(13)}
+    cells = [f"a{max(0, number - 5)}" for number in range(18)]
+    reporter = QuietReporter()
+    summary = go(adapter_job(write_rows(tmp_path, cells), many), reporter=reporter)
+    told = [line for line in reporter.lines if "adapter" in line.partition(":")[0]]
+    assert len(told) == 11 and told[9].startswith("adapter a9: ") and told[10] == "and 3 more adapters"
+    (line,) = [line for line in summary.lines() if line.startswith("adapters: ")]
+    assert line.startswith("adapters: a0 6 rows, a1 1 row, ") and line.endswith(" and 3 more adapters")
+    assert summary.adapters["a12"] == 1
 
 
 def test_no_adapter_means_nothing_new(tmp_path: Path, source: Path, watched: list[WatchedEcho]) -> None:
