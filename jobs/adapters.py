@@ -58,7 +58,8 @@ def _check_rank(rank: int, most: int | None) -> None:
 
 
 def _about(spec: JobSpec, name: str, error: Exception) -> str:
-    return f"{spec.place('lora', 'adapters', name)}lora.adapters.{name}: {error}"
+    said = str(error).removeprefix(f"adapter {name!r}: ")
+    return f"{spec.place('lora', 'adapters', name)}lora.adapters.{name}: {said}"
 
 
 def load_adapters(

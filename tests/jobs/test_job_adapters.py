@@ -367,7 +367,8 @@ def test_what_the_engine_refuses_is_told_with_its_place(
     kind: type[BatchgenError],
 ) -> None:
     def refuse(engine: EchoEngine, name: str, path: str) -> AdapterInfo:
-        raise kind("layer 3 has no module 'w_pack'")
+        # As the engine begins its own.
+        raise kind(f"adapter {name!r}: layer 3 has no module 'w_pack'")
 
     monkeypatch.setattr(WatchedEcho, "load_adapter", refuse)
     write_rows(tmp_path, ["sql"])
