@@ -68,7 +68,13 @@ _CACHE_RULES: dict[str, Rule] = {
     "gpu_memory_utilization": above(0, 1, "above 0 and at most 1"),
     "enable_prefix_caching": FLAG,
     "kv_cache_dtype": one_of(
-        "auto", "float32", "float16", "bfloat16", "int8", words="auto, float32, float16, bfloat16 or int8"
+        "auto",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int8",
+        "fp8",
+        words="auto, float32, float16, bfloat16, int8 or fp8",
     ),
     "swap_space": or_none(number(0, math.inf, "a number of GiB, 0 or more")),
 }

@@ -57,7 +57,7 @@ def test_unknown_name_is_refused_with_the_nearest() -> None:
         ("logprobs_mode", "raw", "raw_logprobs, processed_logprobs, raw_logits or processed_logits"),
         ("reasoning_config", "think", "a mapping"),
         ("disable_log_stats", "no", "true or false"),
-        ("kv_cache_dtype", "fp8", "auto, float32, float16, bfloat16 or int8"),
+        ("kv_cache_dtype", "fp4", "auto, float32, float16, bfloat16, int8 or fp8"),
         ("quantization", "awq", "auto, int8, fp8, int4, gguf or null"),
     ],
 )
