@@ -13,6 +13,8 @@ from batchgen.kernels.quantized import Quantized
 MOST_RANK = 512
 # How A and B may be kept; sums are float32 all the same.
 LORA_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# A in integers, for layers whose inputs are integers.
+INT8 = "int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,10 @@ class LoraBackend:
     def pack_lora(self, layer: LoraLayer, parts: Sequence[LoraPart | None], dtype: torch.dtype) -> PackedLora:
         """See `LoraOps.pack_lora`; a table's one part too."""
         raise NotImplementedError
+
+    def pack_lora_int8(self, layer: LoraLayer, parts: Sequence[LoraPart | None]) -> PackedLora:
+        """See `LoraOps.pack_lora`, dtype "int8"; where that is not faster, as float16."""
+        return self.pack_lora(layer, parts, torch.float16)
 
     def lora_bank(self, layer: LoraLayer, num_slots: int) -> LoraBank:
         """See `LoraOps.lora_bank`."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from batchgen.kernels import checks, lora_checks
-from batchgen.kernels.lora import LoraBackend, LoraBank, LoraLayer, LoraPart, LoraSegments, PackedLora
+from batchgen.kernels.lora import INT8, LoraBackend, LoraBank, LoraLayer, LoraPart, LoraSegments, PackedLora
 from batchgen.kernels.quantized import Quantized
 
 
@@ -33,11 +33,16 @@ class LoraOps:
             in_features: K of the layer.
             part_sizes: outputs of each of its fused parts: one number for a layer that is not fused.
             parts: for each of these what the adapter adds, or None. Ranks are 1 to MOST_RANK, each its own.
-            dtype: how A and B are kept: "float32", "float16" or "bfloat16". Sums are float32.
+            dtype: how A and B are kept: "float32", "float16" or "bfloat16". Sums are float32. "int8", for a
+                layer whose inputs are integers and only these: as float16, but A rounded to 8 bits with a
+                scale for each of its rows where that is faster.
 
         Raises: ShapeError if a part does not fit; KernelError if a rank or a number is out of range.
         """
         layer = LoraLayer(in_features, tuple(part_sizes))
+        if dtype == INT8:
+            lora_checks.check_adapter("pack_lora", self.home, layer, parts, "float16")
+            return self._lora.pack_lora_int8(layer, parts)
         kept = lora_checks.check_adapter("pack_lora", self.home, layer, parts, dtype)
         return self._lora.pack_lora(layer, parts, kept)
 

@@ -32,8 +32,8 @@ class LayerFacts:
 
     @staticmethod
     def of(shape: LinearShape, input_bits: int | None, dtype: str) -> "LayerFacts":
-        """Of a linear layer: beside one of small integers half the memory is read for the adapter too."""
-        kept = "float16" if input_bits is not None else dtype
+        """Of a linear layer: beside one of small integers an adapter in floats would be slow."""
+        kept = "int8" if input_bits is not None else dtype
         return LayerFacts(shape.in_features, shape.part_sizes, kept)
 
 
@@ -97,7 +97,7 @@ def pack_adapter(
         facts = layers[name]
         listed = [_moved(by_part.get(part), at) for part in range(len(facts.part_sizes))]
         largest = max(float(t.abs().max()) for part in listed if part for t in (part.a, part.b))
-        kept = "float32" if facts.dtype == "float16" and largest > _FLOAT16_MAX else facts.dtype
+        kept = "float32" if facts.dtype == "int8" and largest > _FLOAT16_MAX else facts.dtype
         packed.added[name] = kernels.pack_lora(facts.in_features, facts.part_sizes, listed, kept)
     while parts.whole:
         name, wholes = parts.whole.popitem()

@@ -145,6 +145,11 @@ class CpuBackend(KernelBackend):
         return lora.CpuLora(self._adapters, layer, parts, dtype)
 
     @override
+    def pack_lora_int8(self, layer: LoraLayer, parts: Sequence[LoraPart | None]) -> PackedLora:
+        has_integers = self.library.lora_has_integers
+        return lora.CpuLora(self._adapters, layer, parts, torch.float16, has_integers=has_integers)
+
+    @override
     def lora_bank(self, layer: LoraLayer, num_slots: int) -> LoraBank:
         return lora.CpuLoraBank(self.library, layer, num_slots)
 

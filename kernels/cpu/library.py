@@ -21,6 +21,7 @@ _SIGNATURES: dict[str, str] = {
     "bg_coded_pack_groups": "ppnnni:",
     "bg_int8_use_amx": "n:n",
     "bg_int8_is_fast": ":n",
+    "bg_lora_has_integers": ":i",
     "bg_lora_put": "ppnn:",
     "bg_lora_put_part": "pnppnn:",
     "bg_run": "pnpi:n",
@@ -61,6 +62,7 @@ class Library:
         self.int8_bytes, self.int8_pack = function("bg_int8_bytes"), function("bg_int8_pack")
         self.coded_pack = function("bg_coded_pack")
         self.coded_pack_groups = function("bg_coded_pack_groups")
+        self.lora_has_integers = bool(function("bg_lora_has_integers")())
         self.lora_put, self.lora_put_part = function("bg_lora_put"), function("bg_lora_put_part")
         self.int8_is_fast = function("bg_int8_is_fast")
         self.int8_use_amx = function("bg_int8_use_amx")

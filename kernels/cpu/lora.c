@@ -146,6 +146,10 @@ static void reduce(const Lora *a, const Tile *t, int64_t unit, int64_t end, floa
         }
         return;
     }
+    if (slot->type == INTEGERS) {
+        lora_amx_reduce(a, t, unit, end, to);
+        return;
+    }
     float x[ROWS * PIECE] __attribute__((aligned(64))), *rows[ROWS];
     int64_t pieces = (a->depth + PIECE - 1) / PIECE, piece = units_of((a->depth + pieces - 1) / pieces) * UNIT;
     for (int64_t start = 0; start < a->depth; start += piece) {
@@ -163,7 +167,7 @@ static void reduce(const Lora *a, const Tile *t, int64_t unit, int64_t end, floa
 /* Units [unit, end) of the columns of `out`, of a tile whose x · Aᵀ is `from`. */
 static void expand(const Lora *a, const Tile *t, int64_t unit, int64_t end, const float *from) {
     const Slot *slot = t->slot;
-    int64_t before = 0, bytes = UNIT * kv_bytes(slot->type);
+    int64_t before = 0, type = slot->type == INTEGERS ? KV_FLOAT16 : slot->type, bytes = UNIT * kv_bytes(type);
     float *rows[ROWS];
     for (int64_t p = 0; p < a->parts; p++) {
         const Part *part = slot->part + p;
@@ -175,7 +179,7 @@ static void expand(const Lora *a, const Tile *t, int64_t unit, int64_t end, cons
             n = units_at_once(t->rows, last - u);
             int64_t column = a->columns[p] + u * UNIT;
             for (int64_t i = 0; i < t->rows; i++) rows[i] = a->out + t->row[i] * a->out_stride + column;
-            multiply_of(t->rows, (int)n, slot->type, from + part->unit * UNIT, slot->units * UNIT,
+            multiply_of(t->rows, (int)n, type, from + part->unit * UNIT, slot->units * UNIT,
                         part->b + u * part->rank * bytes, part->rank * bytes, part->rank, rows, columns - u * UNIT, 0,
                         part->bias ? part->bias + u * UNIT : NULL);
         }

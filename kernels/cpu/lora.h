@@ -16,6 +16,10 @@
 #define SPLIT_COST 15000
 #define ENOUGH_TILES 3
 
+/* A of integers of 8 bits, [units][K / 4][UNIT][4] with K filled up to a multiple of 64, and behind it the scale of each column, a
+ * float; B of float16. Only rows of integers are multiplied by it (lora_amx.c). */
+enum { INTEGERS = 16 };
+
 enum { X_FLOATS, X_BITS_8, X_BITS_16, X_IDS };
 
 typedef struct {
@@ -26,7 +30,7 @@ typedef struct {
 
 typedef struct {
     const char *a;       /* [units][K][UNIT], those of all parts; of a table [V][units][UNIT]; NULL: the slot is empty */
-    int64_t units, type; /* of kv_cache.h, of A and of B */
+    int64_t units, type; /* of kv_cache.h, of A and of B; or INTEGERS */
     Part part[];
 } Slot;
 
@@ -120,5 +124,8 @@ static inline Plan plan_of(const Lora *a, const Step *step) {
     plan.is_split = plan.tiles < ENOUGH_TILES * step->threads && plan.cost / COST_UNIT > SPLIT_COST && floats <= a->room;
     return plan;
 }
+
+/* Units [unit, end) of x · Aᵀ of a tile of an adapter of INTEGERS; `to` is [rows][units][UNIT]. */
+void lora_amx_reduce(const Lora *a, const Tile *t, int64_t unit, int64_t end, float *to);
 
 #endif

@@ -26,20 +26,41 @@ _GATHER_ADD = tuple(Operation(each.name, _FIELDS, _ERRORS, "lora_gather_add") fo
 UNIT = 16
 _FLOATS, _BITS_8, _BITS_16, _IDS = range(4)
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_INTEGERS = 16
+# Inputs are filled up to a multiple of this where A is of integers.
+_STEP = 64
 _SLOT_WORDS, _PART_WORDS = 3, 4
 # Floats that work which is split keeps between its two operations.
 ROOM = 1 << 18
 
 
 class CpuLora(PackedLora):
-    """A and B of all parts, one after the other, in panels of UNIT columns."""
+    """A and B of all parts, one after the other, in panels of UNIT columns.
 
-    def __init__(self, arena: Arena, layer: LoraLayer, parts: Sequence[LoraPart | None], dtype: torch.dtype):
-        self.layer, self.dtype = layer, dtype
+    Args:
+        arena: where they are kept.
+        layer, parts, dtype: see `LoraOps.pack_lora`.
+        has_integers: round A to integers of 8 bits, for lora_amx.c.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        layer: LoraLayer,
+        parts: Sequence[LoraPart | None],
+        dtype: torch.dtype,
+        *,
+        has_integers: bool = False,
+    ):
+        self.layer, self.dtype, self.has_integers = layer, dtype, has_integers
         self.ranks = [0 if part is None else part.rank for part in parts]
         self.units = sum(_units(rank) for rank in self.ranks)
         sizes = [_units(size) * UNIT * rank for size, rank in zip(layer.part_sizes, self.ranks, strict=True)]
+        depth = -(-layer.in_features // _STEP) * _STEP
         a_size = layer.in_features * self.units * UNIT
+        if has_integers:
+            # In halves: a byte for each number, and a float for each column.
+            a_size = self.units * UNIT * (depth // 2 + 2)
         num_floats = -(-(a_size + sum(sizes)) * dtype.itemsize // 4)
         memory = arena.take(num_floats).view(dtype)
         self.a = memory[:a_size]
@@ -49,8 +70,11 @@ class CpuLora(PackedLora):
         for part, size in zip(parts, sizes, strict=True):
             self.b.append(None if part is None else memory[begin : begin + size])
             self.bias.append(None if part is None or part.bias is None else _plain(part.bias))
-            if part is not None:
+            if part is not None and has_integers:
+                _fill_integers(self.a, part.a.detach(), unit, self.units, depth)
+            elif part is not None:
                 self._fill_a(part.a.detach(), unit)
+            if part is not None:
                 _fill(memory[begin : begin + size], part.b.detach())
                 unit += _units(part.rank)
             begin += size
@@ -81,6 +105,11 @@ class CpuLoraBank(LoraBank):
             starts.append(starts[-1] + size)
         self.columns = torch.tensor(starts, dtype=torch.int64)
 
+    @property
+    def has_integers(self) -> bool:
+        """Whether an adapter in it is for rows of integers alone."""
+        return any(isinstance(packed, CpuLora) and packed.has_integers for packed in self._held)
+
     @override
     def _place(self, slot: int, packed: PackedLora | None) -> None:
         if packed is not None and not isinstance(packed, CpuLora):
@@ -91,7 +120,8 @@ class CpuLoraBank(LoraBank):
             for number in range(len(self.layer.part_sizes)):
                 library.lora_put_part(row, number, None, None, 0, 0)
             return
-        library.lora_put(row, packed.a.data_ptr(), packed.units, _TYPES[packed.dtype])
+        kind = _INTEGERS if packed.has_integers else _TYPES[packed.dtype]
+        library.lora_put(row, packed.a.data_ptr(), packed.units, kind)
         unit = 0
         for number, (b, bias, rank) in enumerate(zip(packed.b, packed.bias, packed.ranks, strict=True)):
             library.lora_put_part(row, number, _address(b), _address(bias), rank, unit)
@@ -107,6 +137,8 @@ def lora_add(
         kind = _BITS_8 if planes == 1 else _BITS_16
         given: tuple[Field, ...] = (x.values, x.values.stride(0), depth, kind, x.scale)
     else:
+        if bank.has_integers:
+            raise KernelError("lora_add: an adapter of dtype int8 is for rows of integers; these are floats")
         rows = x.shape[0]
         given = (x, 4 * x.stride(0), 0, _FLOATS, None)
     _run(calls, _ADD, given, rows, bank, segments, out)
@@ -166,3 +198,17 @@ def _fill(to: Tensor, matrix: Tensor) -> None:
     panels[:full] = matrix[: full * UNIT].reshape(full, UNIT, depth).transpose(1, 2)
     if count > full * UNIT:
         panels[full, :, : count - full * UNIT] = matrix[full * UNIT :].T
+
+
+def _fill_integers(to: Tensor, matrix: Tensor, unit: int, units: int, depth: int) -> None:
+    """Lay rows [n, K] out as integers, [units, depth / 4, UNIT, 4], from a unit on, their scales behind all."""
+    count, inputs = matrix.shape
+    panels = _units(count)
+    padded = torch.zeros((panels * UNIT, depth))
+    padded[:count, :inputs] = matrix
+    scale = padded.abs().amax(dim=1) / 127
+    values = (padded / scale.clamp(min=1e-30)[:, None]).round_().to(torch.int8)
+    whole = to.view(torch.int8)
+    room = whole[: units * UNIT * depth].view(units, depth // 4, UNIT, 4)
+    room[unit : unit + panels] = values.view(panels, UNIT, depth // 4, 4).transpose(1, 2)
+    whole[units * UNIT * depth :].view(torch.float32)[unit * UNIT :][: panels * UNIT] = scale
