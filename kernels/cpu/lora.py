@@ -201,7 +201,7 @@ def _fill(to: Tensor, matrix: Tensor) -> None:
 
 
 def _fill_integers(to: Tensor, matrix: Tensor, unit: int, units: int, depth: int) -> None:
-    """Lay rows [n, K] out as integers, [units, depth / 4, UNIT, 4], from a unit on, their scales behind all."""
+    """Lay rows [n, K] out as integers, [units, depth / 4, UNIT, 4], from a unit on; scales come last."""
     count, inputs = matrix.shape
     panels = _units(count)
     padded = torch.zeros((panels * UNIT, depth))
