@@ -19,7 +19,7 @@ from batchgen.models.weight_source import SafetensorsSource, WeightSource
 from batchgen.models.weights import WeightLoader, load_weights
 from batchgen.quantization.base import method_for
 from batchgen.quantization.rotation import Rotation
-from batchgen.worker.device import hand_back_memory
+from batchgen.worker.device import frugal_memory, hand_back_memory
 from batchgen.worker.load_while_running import load_while_running
 
 log = logging.getLogger("batchgen.worker")
@@ -106,10 +106,11 @@ class ModelFiles:
             device=device, max_len=max_len, block_size=block_size, rope_divisors=divisors,
             rotation=Rotation(self.shape.hidden_size, kernels) if rotates else None,
         )  # fmt: skip
-        if method_class.wants_inputs:
-            load_while_running(model, WeightLoader(model, source))
-        else:
-            load_weights(model, source)
+        with frugal_memory():
+            if method_class.wants_inputs:
+                load_while_running(model, WeightLoader(model, source))
+            else:
+                load_weights(model, source)
         # What lay on the way of the weights is many times what the next step needs.
         hand_back_memory()
         log.info("weights of %s loaded in %.1f s", self.location.name, time.perf_counter() - begin)
