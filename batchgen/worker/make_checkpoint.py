@@ -32,8 +32,9 @@ from batchgen.worker.model_files import ModelFiles
 GROUP_SIZES = (128, 64, 32)
 _BLOCK_SIZE = 16
 # Of real text there is enough to see how inputs go together at a distance; of made-up tokens there is not.
+# Little damping fits weights to the very texts: with 0.01 in place of 0.3 others lose half as much again.
 _MOST_INPUTS, _MOST_INPUTS_MADE_UP = 8192, 512
-_DAMPING, _DAMPING_MADE_UP = 0.01, 0.5
+_DAMPING, _DAMPING_MADE_UP = 0.3, 0.5
 
 
 @dataclass(frozen=True, slots=True)
