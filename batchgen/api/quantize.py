@@ -1,5 +1,6 @@
 """quantize: what `batchgen quantize` does, from a script or a notebook."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,11 +57,7 @@ def quantize(
     from batchgen.worker.make_checkpoint import check_new_folder, make_checkpoint
     from batchgen.worker.model_files import ModelFiles
 
-    if scheme not in SCHEMES:
-        raise ConfigError(f"scheme {scheme!r} is not built (built: {', '.join(SCHEMES)})")
-    for name, value in (("samples", samples), ("length", length)):
-        if value < 1:
-            raise ConfigError(f"{name} must be 1 or more; got {value}")
+    _check(scheme, SCHEMES, samples=samples, length=length)
     out = Path(output)
     check_new_folder(out)
     files = ModelFiles(model, revision)
@@ -77,3 +74,11 @@ def quantize(
         return make_checkpoint(
             files, out, scheme, group_size=group_size, has_zeros=zero_points, texts=texts, on_layer=show
         )
+
+
+def _check(scheme: str, schemes: Sequence[str], **counts: int) -> None:
+    if scheme not in schemes:
+        raise ConfigError(f"scheme {scheme!r} is not built (built: {', '.join(schemes)})")
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(f"{name} must be 1 or more; got {value}")

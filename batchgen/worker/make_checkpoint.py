@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,13 +108,7 @@ def make_checkpoint(
         )
         source = _source(files)
         model = _run(files, source, rounding, take, texts, on_layer)
-        num_weights, targets = 0, model.weight_targets()
-        for tensor_name in source.shapes:
-            module, parameter = split_name(tensor_name, targets)
-            if module in rounded and parameter == "weight":
-                num_weights += torch.Size(source.shapes[tensor_name]).numel()
-            elif module in targets:
-                writer.add(tensor_name, source.read(tensor_name).to(dtype))
+        num_weights = _write_rest(writer, source, model, rounded, dtype)
         writer.finish()
         config |= {"dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
@@ -158,6 +152,20 @@ def _run(
     )  # fmt: skip
     load_while_running(model, WeightLoader(model, source), texts, on_layer)
     return model
+
+
+def _write_rest(
+    writer: ShardWriter, source: WeightSource, model: Decoder, rounded: Container[str], dtype: torch.dtype
+) -> int:
+    """Write what is not rounded, as floats; how many weights are."""
+    num_weights, targets = 0, model.weight_targets()
+    for name in source.shapes:
+        module, parameter = split_name(name, targets)
+        if module in rounded and parameter == "weight":
+            num_weights += torch.Size(source.shapes[name]).numel()
+        elif module in targets:
+            writer.add(name, source.read(name).to(dtype))
+    return num_weights
 
 
 def _source(files: ModelFiles) -> WeightSource:
