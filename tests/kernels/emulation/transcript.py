@@ -37,7 +37,7 @@ WIDEST_PANEL = 32
 # Functions of the library that the driver calls by name. Others answer at once, or measure.
 CALLED = frozenset(_SIGNATURES) - {
     "bg_panel", "bg_run", "bg_run_once", "bg_attention_plan_new", "bg_attention_plan_free", "bg_int8_use_amx",
-    "bg_int8_bytes", "bg_int8_is_fast", "bg_ceilings",
+    "bg_int8_bytes", "bg_int8_is_fast", "bg_ceilings", "bg_lora_has_integers",
 }  # fmt: skip
 _PLANS = 1 << 62  # where made-up addresses of plans begin
 _RECORD = struct.Struct(f"={OP_FIELDS}q")
@@ -64,6 +64,8 @@ class NotingLibrary(Library):
     """A stand-in for Library: what it is asked to do goes into the transcript."""
 
     panel = WIDEST_PANEL
+    # Only builds with AMX know them, and the cases are for all.
+    lora_has_integers = False
 
     def __init__(self, transcript: "Transcript"):
         real = load()
