@@ -32,6 +32,7 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 _SETTING = "engine setting"
 # The widest adapter that the kernels take.
 MOST_LORA_RANK = 512
+_FLOATS = ("auto", "float32", "float16", "bfloat16")
 _COUNT_OR_NONE = or_none(whole(1, "1 or more"))
 
 _MODEL_RULES: dict[str, Rule] = {
@@ -43,7 +44,7 @@ _MODEL_RULES: dict[str, Rule] = {
     "tokenizer": TEXT_OR_NONE,
     "tokenizer_revision": TEXT_OR_NONE,
     "chat_template": TEXT_OR_NONE,
-    "dtype": one_of("auto", "float32", "float16", "bfloat16", words="auto, float32, float16 or bfloat16"),
+    "dtype": one_of(*_FLOATS, words="auto, float32, float16 or bfloat16"),
     "quantization": one_of(
         None, "auto", "int8", "fp8", "int4", "gguf", words="auto, int8, fp8, int4, gguf or null"
     ),
@@ -67,15 +68,7 @@ _CACHE_RULES: dict[str, Rule] = {
     "kv_cache_memory_bytes": _COUNT_OR_NONE,
     "gpu_memory_utilization": above(0, 1, "above 0 and at most 1"),
     "enable_prefix_caching": FLAG,
-    "kv_cache_dtype": one_of(
-        "auto",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int8",
-        "fp8",
-        words="auto, float32, float16, bfloat16, int8 or fp8",
-    ),
+    "kv_cache_dtype": one_of(*_FLOATS, "int8", "fp8", words="auto, float32, float16, bfloat16, int8 or fp8"),
     "swap_space": or_none(number(0, math.inf, "a number of GiB, 0 or more")),
 }
 _SCHEDULER_RULES: dict[str, Rule] = {
