@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from batchgen.api.async_llm import AsyncLLM
     from batchgen.api.bench import bench
     from batchgen.api.bench_report import BenchReport
+    from batchgen.api.eval_quant import QuantReport, SchemeReport, eval_quant
     from batchgen.api.jobs import run_job
     from batchgen.api.llm import LLM
     from batchgen.api.prompt_forms import TextPrompt, TokensPrompt
+    from batchgen.api.quantize import quantize
     from batchgen.api.workload import MadeUp
     from batchgen.errors import BatchgenError
+    from batchgen.lora_request import LoRARequest
     from batchgen.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -50,18 +53,23 @@ _HOMES = {
     "CompletionOutput": "batchgen.outputs",
     "FlatLogprobs": "batchgen.outputs",
     "LLM": "batchgen.api.llm",
+    "LoRARequest": "batchgen.lora_request",
     "Logprob": "batchgen.outputs",
     "MadeUp": "batchgen.api.workload",
+    "QuantReport": "batchgen.api.eval_quant",
     "RepetitionDetectionParams": "batchgen.sampling_params",
     "RequestOutput": "batchgen.outputs",
     "RequestOutputKind": "batchgen.sampling_params",
     "SamplingParams": "batchgen.sampling_params",
+    "SchemeReport": "batchgen.api.eval_quant",
     "ScoreOutput": "batchgen.outputs",
     "StructuredOutputsParams": "batchgen.sampling_params",
     "TextPrompt": "batchgen.api.prompt_forms",
     "TokensPrompt": "batchgen.api.prompt_forms",
     "__version__": "batchgen.version",
     "bench": "batchgen.api.bench",
+    "eval_quant": "batchgen.api.eval_quant",
+    "quantize": "batchgen.api.quantize",
     "run_job": "batchgen.api.jobs",
 }
 
@@ -75,18 +83,23 @@ __all__ = [
     "BenchReport",
     "CompletionOutput",
     "FlatLogprobs",
+    "LoRARequest",
     "Logprob",
     "MadeUp",
+    "QuantReport",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "SchemeReport",
     "ScoreOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
     "bench",
+    "eval_quant",
+    "quantize",
     "run_job",
 ]
 

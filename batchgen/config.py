@@ -30,6 +30,9 @@ MOST_THREADS = 1024
 _VLLM_SPECULATIVE = "speculative_config"
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 _SETTING = "engine setting"
+# The widest adapter that the kernels take.
+MOST_LORA_RANK = 512
+_FLOATS = ("auto", "float32", "float16", "bfloat16")
 _COUNT_OR_NONE = or_none(whole(1, "1 or more"))
 
 _MODEL_RULES: dict[str, Rule] = {
@@ -41,8 +44,10 @@ _MODEL_RULES: dict[str, Rule] = {
     "tokenizer": TEXT_OR_NONE,
     "tokenizer_revision": TEXT_OR_NONE,
     "chat_template": TEXT_OR_NONE,
-    "dtype": one_of("auto", "float32", "float16", "bfloat16", words="auto, float32, float16 or bfloat16"),
-    "quantization": one_of(None, "auto", "int8", "gguf", words="auto, int8, gguf or null"),
+    "dtype": one_of(*_FLOATS, words="auto, float32, float16 or bfloat16"),
+    "quantization": one_of(
+        None, "auto", "int8", "fp8", "int4", "gguf", words="auto, int8, fp8, int4, gguf or null"
+    ),
     "max_model_len": _COUNT_OR_NONE,
     "device": one_of("auto", "cpu", "cuda", words="auto, cpu or cuda"),
     "kernel_backend": one_of(None, "reference", "cpu", "gpu", words="reference, cpu or gpu"),
@@ -63,9 +68,7 @@ _CACHE_RULES: dict[str, Rule] = {
     "kv_cache_memory_bytes": _COUNT_OR_NONE,
     "gpu_memory_utilization": above(0, 1, "above 0 and at most 1"),
     "enable_prefix_caching": FLAG,
-    "kv_cache_dtype": one_of(
-        "auto", "float32", "float16", "bfloat16", "int8", words="auto, float32, float16, bfloat16 or int8"
-    ),
+    "kv_cache_dtype": one_of(*_FLOATS, "int8", "fp8", words="auto, float32, float16, bfloat16, int8 or fp8"),
     "swap_space": or_none(number(0, math.inf, "a number of GiB, 0 or more")),
 }
 _SCHEDULER_RULES: dict[str, Rule] = {
@@ -76,6 +79,12 @@ _SCHEDULER_RULES: dict[str, Rule] = {
     "long_prefill_token_threshold": whole(0, "a number of tokens, or 0 for no limit"),
     "delay_factor": number(0, math.inf, "a number, 0 or more"),
     "preemption_mode": one_of(None, "recompute", "swap", words="recompute or swap"),
+}
+_LORA_RULES: dict[str, Rule] = {
+    "enable_lora": FLAG,
+    "max_loras": whole(1, "1 or more"),
+    "max_lora_rank": or_none(whole(1, f"from 1 to {MOST_LORA_RANK}", MOST_LORA_RANK)),
+    "max_cpu_loras": _COUNT_OR_NONE,
 }
 
 
@@ -165,12 +174,27 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Adapter slots."""
+    """Adapter slots.
+
+    Args:
+        enable_lora: whether requests may name adapters.
+        max_loras: adapters that can be computed with in the same step.
+        max_lora_rank: largest rank that is taken; None: any up to `MOST_LORA_RANK`.
+        max_cpu_loras: adapters kept in host memory; None: as many as fit into a part of what is free.
+    """
 
     enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int | None = None
+    max_cpu_loras: int | None = None
 
     def __post_init__(self) -> None:
-        only_built("enable_lora", self.enable_lora, False, "LoRA")
+        check_fields(self, _LORA_RULES, _SETTING)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"{_SETTING} 'max_cpu_loras'={self.max_cpu_loras}: less than max_loras={self.max_loras}, "
+                f"but an adapter in a slot is in host memory too; raise the one or lower the other"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from batchgen.errors import WeightsError
 from batchgen.sampling_params import SamplingParams
 from batchgen.seeds import mix64
 from batchgen.whole_steps import WholeSteps
-from batchgen.worker.executor import ExecutorInfo, ExecutorProfile
+from batchgen.worker.executor import AdapterMemory, ExecutorInfo, ExecutorProfile
 
 
 def counting_token(history: Sequence[int], row: SamplingRow, vocab_size: int) -> int:
@@ -88,6 +88,7 @@ class CountingExecutor:
         num_cpu_blocks: blocks in host memory.
         eos_token_ids: as a model's.
         before_step: called with every step; may sleep, raise or kill.
+        adapters: if there are any.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class CountingExecutor:
         num_cpu_blocks: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         before_step: Callable[[SchedulerOutput], None] | None = None,
+        adapters: AdapterMemory | None = None,
     ):
         num_blocks = config.cache.num_gpu_blocks_override or 64
         self.block_size = config.cache.block_size
@@ -108,7 +110,7 @@ class CountingExecutor:
         self._host_blocks: list[Block] = [[] for _ in range(num_cpu_blocks)]
         self._last: dict[int, int] = {}
         self._whole = WholeSteps()
-        self._before_step = before_step
+        self._before_step, self.adapters = before_step, adapters
         limits = {
             "max_num_seqs": config.scheduler.max_num_seqs or 8,
             "max_num_batched_tokens": config.scheduler.max_num_batched_tokens or 64,

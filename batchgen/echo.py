@@ -3,6 +3,7 @@
 The file is longer than others because it is a whole engine: a clock, a queue and a pool of blocks.
 """
 
+import hashlib
 import heapq
 import os
 import time
@@ -14,10 +15,12 @@ from typing import Any
 from batchgen.byte_tokenizer import ByteTokenizer
 from batchgen.config import EngineConfig
 from batchgen.echo_text import EchoOptions, EchoTexts, Sample, prompt_hash
+from batchgen.engine.adapters import NO_SLOTS, Adapters
 from batchgen.engine.core_request import truncated
 from batchgen.engine.messages import (
     BLOCK_FREE,
     BLOCK_USED,
+    AdapterInfo,
     EngineInfo,
     EngineProfile,
     EngineRequest,
@@ -95,6 +98,7 @@ class EchoEngine:
         self._dead = False
         self._clock = time.monotonic()
         self._texts = EchoTexts(self._tokenizer, max_model_len)
+        self._adapters = Adapters()
         time.sleep(self._options.load_s)
         self.info = EngineInfo(
             model="echo:",
@@ -135,7 +139,8 @@ class EchoEngine:
         if failure is not None:
             self._finish(_Running(request, prompt_ids, [], error=failure))
             return
-        running = _Running(request, prompt_ids, self._texts.samples(request, prompt_ids))
+        adapter = None if request.adapter is None else self._adapters[request.adapter].content_hash
+        running = _Running(request, prompt_ids, self._texts.samples(request, prompt_ids, adapter))
         # No sample shares the prompt's blocks with another.
         lengths = [len(prompt_ids) + len(ids) for _, ids, _ in running.samples]
         running.num_blocks = sum(-(-length // self.info.block_size) for length in lengths)
@@ -242,9 +247,26 @@ class EchoEngine:
         self._check_alive()
         return False
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """There is no model to adapt."""
-        raise ConfigError(f"adapter {name!r} ({path}): the echo engine has no adapters")
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """There is no model to adapt; but requests that name it get other texts, by its path."""
+        self._check_alive()
+        if not self.info.resolved.get("enable_lora", False):
+            raise ConfigError(f"adapter {name!r} ({path}): {NO_SLOTS}")
+        content = hashlib.sha256(path.encode()).hexdigest()
+        return self._adapters.enter(AdapterInfo(name=name, path=path, content_hash=content))
+
+    def unload_adapter(self, name: str) -> bool:
+        """Let no further request name an adapter; whether there was one."""
+        self._check_alive()
+        return self._adapters.forget(name) is not None
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that requests may name."""
+        return self._adapters.known()
+
+    def pin_adapter(self, name: str) -> bool:
+        """Whether there is an adapter of that name."""
+        return name in self._adapters
 
     def begin_profile(self) -> None:
         """There is nothing that could be measured."""
@@ -273,6 +295,9 @@ class EchoEngine:
             return RowFailure(
                 FailureCode.PROMPT_TOO_LONG, f"no room for {tokens} under max_model_len {limit}"
             )
+        if request.adapter is not None and request.adapter not in self._adapters:
+            has_slots = bool(self.info.resolved.get("enable_lora", False))
+            return self._adapters.refusal(request.adapter, has_slots=has_slots)
         if self._options.fail and self._options.fail in self._tokenizer.decode(prompt_ids):
             return RowFailure(FailureCode.ENGINE_ERROR, f"the prompt holds {self._options.fail!r}")
         return None

@@ -64,13 +64,22 @@ class EchoTexts:
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
         self._texts = TokenTexts(tokenizer)
 
-    def samples(self, request: EngineRequest, prompt_ids: list[int]) -> list[Sample]:
-        """The `n` samples of a request; none of one that only pins its prompt."""
+    def samples(
+        self, request: EngineRequest, prompt_ids: list[int], adapter: str | None = None
+    ) -> list[Sample]:
+        """The `n` samples of a request; none of one that only pins its prompt.
+
+        Args:
+            request: what is asked.
+            prompt_ids: its prompt.
+            adapter: content hash of its adapter, in hex; another one gives another stamp.
+        """
         if request.is_pinned:
             return [("", [], FinishReason.STOP)]
         params = request.params
         text = self._tokenizer.decode(prompt_ids)
         key = prompt_hash(request.prompt_token_ids) ^ (0 if params.is_greedy else request.seed)
+        key ^= 0 if adapter is None else int(adapter[:16], 16)
         room = self._max_model_len - len(prompt_ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         stamps = [f"{text}|{mix64(key ^ (index << 32)):016x}" for index in range(params.n)]

@@ -12,7 +12,6 @@ from batchgen.errors import UnknownNameError
 
 _LEAVE_OUT = "; leave it out"
 _DEVICES = "more than one device is not built yet" + _LEAVE_OUT
-_LORA = "LoRA is not built yet" + _LEAVE_OUT
 _GENERATES = "models here generate" + _LEAVE_OUT
 _TEXT = "prompts are text" + _LEAVE_OUT
 _EAGER = "nothing is captured or compiled at run time" + _LEAVE_OUT
@@ -31,9 +30,13 @@ ENGINE_ARGUMENTS: dict[str, str] = {
     "num_speculative_tokens": _NGRAM,
     "ngram_prompt_lookup_max": _NGRAM,
     "ngram_prompt_lookup_min": _NGRAM,
-    "max_loras": _LORA,
-    "max_lora_rank": _LORA,
-    "max_cpu_loras": _LORA,
+    "fully_sharded_loras": _DEVICES,
+    "lora_dtype": "adapters are kept in the type that suits the model's weights" + _LEAVE_OUT,
+    "lora_modules": "name adapters in requests, or load them with add_lora",
+    "default_mm_loras": "prompts are text" + _LEAVE_OUT,
+    "enable_tower_connector_lora": "prompts are text" + _LEAVE_OUT,
+    "specialize_active_lora": _EAGER,
+    "lora_target_modules": "an adapter's own config says what it adapts" + _LEAVE_OUT,
     "runner": _GENERATES,
     "convert": _GENERATES,
     "task": _GENERATES,

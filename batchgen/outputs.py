@@ -52,6 +52,7 @@ class FailureCode(StrEnum):
     INVALID_ENCODING = "invalid_encoding"
     INVALID_PARAMETER = "invalid_parameter"
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
+    UNKNOWN_ADAPTER = "unknown_adapter"
     QUARANTINED = "quarantined"
     ENGINE_ERROR = "engine_error"
 
@@ -133,6 +134,12 @@ class RequestOutput:
     metrics: RequestStateStats | None = field(default=None, compare=False)
     lora_request: Any = None
     error: RowFailure | None = None
+
+    def tell_lora(self, lora_request: Any) -> None:
+        """Note with which adapter it was computed, in every sample too."""
+        self.lora_request = lora_request
+        for sample in self.outputs:
+            sample.lora_request = lora_request
 
 
 @dataclass(slots=True)

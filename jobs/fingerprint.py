@@ -17,6 +17,7 @@ _FREE = frozenset(
         # Where things lie; content is compared instead.
         "model.path",
         "model.tokenizer",
+        "lora.adapters",
         "output.path",
         # The source's identity is compared instead, file by file.
         "input",
@@ -44,6 +45,11 @@ _FREE = frozenset(
         "engine.pipeline_parallel_size",
         "engine.data_parallel_size",
         "engine.enable_expert_parallel",
+        # Of jobs that ran before there were adapters.
+        "engine.enable_lora",
+        "lora.max_loras",
+        "lora.max_lora_rank",
+        "lora.max_cpu_loras",
         "output.shard_rows",
         "output.commit_interval_s",
         "output.drain_timeout_s",
@@ -55,6 +61,8 @@ _FREE = frozenset(
 )
 # Between what files belong to and a file's name, in the keys of content hashes.
 _FILE = " files: "
+# Before an adapter's name, in the keys of their content hashes.
+_ADAPTER = "adapter "
 # Engine settings whose "auto" the first run decided for all later ones.
 PINNED = ("dtype", "quantization", "kv_cache_dtype", "max_model_len", "reproducible")
 # Of these, those that null does not leave open.
@@ -67,6 +75,7 @@ def fingerprint(
     model: Mapping[str, str],
     tokenizer: Mapping[str, str],
     sampling: Mapping[str, Any],
+    adapters: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Dotted key -> value of everything beside the source that can change a row.
 
@@ -75,6 +84,7 @@ def fingerprint(
         model: content hashes of the model's files.
         tokenizer: content hashes of the tokenizer's files and of the chat template.
         sampling: effective sampling parameters, defaults resolved.
+        adapters: name -> content hash of each adapter that rows may ask for.
     """
     flat = _flatten(spec.model_dump(mode="json", exclude={"sampling": True}))
     fields = {key: value for key, value in flat.items() if _counts(key)}
@@ -86,6 +96,7 @@ def fingerprint(
     fields["sampling.seed_column"] = spec.sampling.seed_column
     fields |= {f"model{_FILE}{name}": value for name, value in model.items()}
     fields |= {f"tokenizer{_FILE}{name}": value for name, value in tokenizer.items()}
+    fields |= {f"{_ADAPTER}{name}": value for name, value in (adapters or {}).items()}
     result: dict[str, Any] = json_form(fields)
     return result
 
@@ -110,12 +121,16 @@ def check_same_job(manifest: Manifest, current: Mapping[str, Any], output: objec
     differences = []
     changed: dict[str, list[str]] = {}
     for key in sorted(manifest.fingerprint.keys() | current.keys()):
+        if not _counts(key):
+            continue  # stored by a version that took it into account
         now = current.get(key)
         then = _decided(key, manifest.fingerprint.get(key), manifest)
         if then == _decided(key, now, manifest):
             continue
         kind, is_file, name = key.partition(_FILE)
-        if is_file:
+        if key.startswith(_ADAPTER):
+            differences.append(f"  {_adapter_difference(key, then, now)}")
+        elif is_file:
             changed.setdefault(kind, []).append(name)
         else:
             differences.append(f"  {key}: {_shown(then, now)} in the first run, {_shown(now, then)} now")
@@ -146,6 +161,15 @@ def _in_order(grammar: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 def _counts(key: str) -> bool:
     return not any(key == free or key.startswith(f"{free}.") for free in _FREE)
+
+
+def _adapter_difference(key: str, then: str | None, now: str | None) -> str:
+    place = f"lora.adapters.{key.removeprefix(_ADAPTER)}"
+    if then is None:
+        return f"{place}: not used in the first run, used now"
+    if now is None:
+        return f"{place}: used in the first run, not now"
+    return f"{place}: another adapter than in the first run (its files hold other numbers or settings)"
 
 
 def _named(model: str) -> str:

@@ -183,5 +183,6 @@ class Monitor:
             choices=dict(stats.choices),
             finish_reasons=dict(self._tally.finish_reasons),
             failures=dict(self._tally.failures),
+            adapters=dict(window.num_finished),
             slowest=[[row, round(seconds, 3)] for row, seconds in window.oldest(_NUM_SLOWEST)],
         )

@@ -7,12 +7,14 @@ from typing import Any
 from batchgen.config import EngineConfig
 from batchgen.echo import EchoOptions
 from batchgen.errors import ConfigError
+from batchgen.jobs.adapters import check_adapters
 from batchgen.jobs.columns import EXTRAS, OutputColumns
 from batchgen.jobs.fingerprint import fingerprint
 from batchgen.jobs.manifest import Manifest
 from batchgen.jobs.prompts import PromptRenderer
 from batchgen.jobs.sources import Source, open_source
 from batchgen.jobs.spec import JobSpec
+from batchgen.lora.adapter_facts import AdapterFacts
 from batchgen.sampling_params import RequestOutputKind, SamplingParams
 
 _ECHO = "echo:"
@@ -25,6 +27,7 @@ class PreparedJob:
     Args:
         params: effective sampling parameters of every row; the seed comes with the row.
         origins: sampling parameter -> where its value came from.
+        adapters: by name, those that rows may ask for.
         fingerprint: see fingerprint.py.
     """
 
@@ -35,6 +38,7 @@ class PreparedJob:
     params: SamplingParams
     origins: Mapping[str, str]
     columns: OutputColumns
+    adapters: Mapping[str, AdapterFacts]
     fingerprint: Mapping[str, Any]
 
     def renderer(self, max_model_len: int | None) -> PromptRenderer:
@@ -46,6 +50,7 @@ class PreparedJob:
             self.tokenizer,
             max_model_len,
             is_typed=self.source.is_typed,
+            adapters=self.adapters,
         )
 
     def sampling_with_origins(self) -> dict[str, list[Any]]:
@@ -63,11 +68,13 @@ def prepare(spec: JobSpec, stored: Manifest | None = None) -> PreparedJob:
 
     Raises:
         InputError: the source or the prompt is wrong.
-        ConfigError: the model is not there, a sampling parameter is wrong, a column has a name of ours.
+        ConfigError: the model is not there, an adapter cannot be used, a sampling parameter is wrong, a
+            column has a name of ours.
     """
     config = spec.engine_config()
     with spec.placing_errors("model"):
         tokenizer, model_identity, defaults = _open_model(config)
+    adapters = check_adapters(spec)
     params, origins = _sampling(spec, defaults)
     with spec.placing_errors("sampling"):
         _check_grammar(params, tokenizer)
@@ -88,8 +95,13 @@ def prepare(spec: JobSpec, stored: Manifest | None = None) -> PreparedJob:
         params=params,
         origins=origins,
         columns=columns,
+        adapters=adapters,
         fingerprint=fingerprint(
-            spec, model=model_identity, tokenizer=tokenizer.identity(), sampling=params.to_mapping()
+            spec,
+            model=model_identity,
+            tokenizer=tokenizer.identity(),
+            sampling=params.to_mapping(),
+            adapters={name: facts.content_hash for name, facts in adapters.items()},
         ),
     )
     # Made once more when the model's length is known; this one finds what is wrong with the template.

@@ -1,10 +1,12 @@
 """PromptRenderer: a row becomes a prompt, tokenized and within limits, or says why it cannot."""
 
+from collections.abc import Collection
 from typing import Any
 
 import pyarrow as pa
 
 from batchgen.errors import SourceError
+from batchgen.jobs.adapters import AdapterChoice
 from batchgen.jobs.messages import is_text_type
 from batchgen.jobs.prompt_text import make_prompt_text, need_column
 from batchgen.jobs.row import Prompt, Row
@@ -35,6 +37,7 @@ class PromptRenderer:
         max_model_len: longest prompt and answer together; None leaves lengths unchecked.
         is_typed: whether the input declares its types. Of one that does not, a cell that is no text is the
             row's failure and not the input's.
+        adapters: names of those that a row may ask for.
 
     Raises:
         TemplateError: a template is wrong, or the model has no chat template.
@@ -50,6 +53,7 @@ class PromptRenderer:
         max_model_len: int | None,
         *,
         is_typed: bool = True,
+        adapters: Collection[str] = (),
     ):
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -65,6 +69,7 @@ class PromptRenderer:
         if prompt.truncate is not None:
             _check_truncate(prompt, prompt.truncate, self._text.columns, schema)
             self._limit = _prompt_limit(prompt.truncate, max_model_len, sampling.max_tokens)
+        self._adapter = AdapterChoice(prompt, adapters, schema, is_typed=is_typed)
         self._job_seed = sampling.job_seed
         self._seed_reader = None
         if sampling.seed_column is not None:
@@ -83,7 +88,7 @@ class PromptRenderer:
             return RowFailure(error.code, str(error))
 
     def _render(self, row: Row) -> Prompt:
-        seed = self._seed(row)
+        seed, adapter = self._seed(row), self._adapter.of(row)
         values = self._reader.read(row)
         text = self._text.text(row, values)
         if not text:
@@ -104,7 +109,7 @@ class PromptRenderer:
         if ids[0] == self._tokenizer.bos_token_id and ids[1:2] == ids[:1]:
             warnings = (*warnings, DOUBLE_BOS)
         shown = self._tokenizer.unguard(text) if self._guards else text
-        return Prompt(row, shown, ids, seed, warnings)
+        return Prompt(row, shown, ids, seed, warnings, adapter)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int]

@@ -36,5 +36,6 @@ class RequestMaker:
             params=self._params,
             seed=prompt.seed,
             streams=self._streams,
+            adapter=prompt.adapter,
         )
         return Ready(row, request, len(prompt.token_ids), prompt.warnings)

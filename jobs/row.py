@@ -79,6 +79,7 @@ class Prompt:
     token_ids: list[int]
     seed: int
     warnings: tuple[str, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

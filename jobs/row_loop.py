@@ -6,6 +6,7 @@ from collections.abc import Callable
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import Limits
 from batchgen.errors import BatchgenError, InputError
+from batchgen.jobs.adapter_turns import AdapterTurns
 from batchgen.jobs.control import ControlServer
 from batchgen.jobs.events import EventLog
 from batchgen.jobs.feeder import RowFeeder
@@ -20,6 +21,8 @@ from batchgen.outputs import RequestOutput
 # Requests in flight for each one that can run: enough that the engine never waits for this process.
 _ROWS_PER_SEQ = 2
 _LEAST_ROWS = 8
+# Rows that may be read beyond one that waits for its adapter's turn, for each that may be in flight.
+_ROWS_AHEAD = 4
 # Takes from the feeder between two looks at signals and clocks, where rows fail faster than the window fills.
 _MAX_TAKES = 64
 # The longest wait for the engine: how late a signal, a command or a commit may be noticed.
@@ -40,6 +43,7 @@ class RowLoop:
         events: the event log.
         control: brings commands, or None where there is no socket.
         num_samples: sequences a row needs (`n`, or `best_of`).
+        max_adapters: adapters in flight at once; None: any number.
         commit_interval_s: seconds between commits.
         drain_timeout_s: seconds that rows in flight get once a stop is asked for.
     """
@@ -55,6 +59,7 @@ class RowLoop:
         events: EventLog,
         control: ControlServer | None = None,
         num_samples: int = 1,
+        max_adapters: int | None = None,
         commit_interval_s: float = 5.0,
         drain_timeout_s: float = 5.0,
     ):
@@ -62,10 +67,15 @@ class RowLoop:
         self._stop, self._monitor, self._events, self._control = stop, monitor, events, control
         self._num_samples = num_samples
         self._commit_interval_s, self._drain_timeout_s = commit_interval_s, drain_timeout_s
-        self._window = Window(0)
+        self._window, self._turns = Window(0), AdapterTurns(max_adapters)
         self._is_paused = False
         self._next_commit = 0.0
         self.num_appended = 0
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Adapter -> rows of it that are done."""
+        return dict(self._window.num_finished)
 
     def run(self) -> None:
         """Run until everything is committed, or a stop is asked for and what could finish is committed.
@@ -82,9 +92,9 @@ class RowLoop:
                 self._admit()
             except InputError:
                 # The source broke off: what was read before is finished first.
-                self._drain()
+                self._drain(sends=True)
                 raise
-            if self._feeder.is_exhausted and not self._window:
+            if self._feeder.is_exhausted and not self._window and not self._turns:
                 break
             self._collect(self._poll_s())
             self._commit_if_due()
@@ -102,12 +112,20 @@ class RowLoop:
         if self._monitor.rows_total is None and (total := self._feeder.rows_total) is not None:
             self._monitor.know(total, self._store.count_done_before(total))
 
-    def _drain(self) -> None:
-        """Let rows in flight finish, for a while; those of a paused engine never would."""
+    def _drain(self, *, sends: bool = False) -> None:
+        """Let rows in flight finish, for a while; those of a paused engine never would.
+
+        Args:
+            sends: those that wait for their adapter's turn too.
+        """
         self._monitor.phase = "draining"
         self._events.put("draining", num_in_flight=len(self._window))
         deadline = time.monotonic() + self._drain_timeout_s
-        while self._window and not self._is_paused and not self._stop.is_urgent:
+        while not self._is_paused and not self._stop.is_urgent:
+            if sends:
+                self._send()
+            if not self._window:
+                break
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -116,23 +134,32 @@ class RowLoop:
 
     def _admit(self) -> None:
         """Fill the window; rows that failed before the engine are results already."""
+        if self._is_paused:
+            return
         for _ in range(_MAX_TAKES):
-            if not self._window.room or self._is_paused:
-                return
+            self._send()
+            room = self._turns.room(self._window.room)
             # With an idle engine there is nothing else to wait for.
             wait_s = 0.0 if self._window else _POLL_S
-            items = self._feeder.take(self._window.room, wait_s)
+            items = self._feeder.take(room, wait_s) if room else []
             if not items:
                 return
             for item in items:
                 if isinstance(item, Ready):
-                    self._engine.add(self._window.admit(item))
+                    self._turns.put(item)
                 else:
                     self._append(item)
             self._commit_if_due()
+        self._send()
+
+    def _send(self) -> None:
+        """Hand rows that are ready to the engine, as many as may be in flight."""
+        while self._window.room and (ready := self._turns.next()) is not None:
+            self._engine.add(self._window.admit(ready))
 
     def _poll_s(self) -> float:
-        is_hungry = self._window.room > 0 and not self._feeder.is_exhausted and not self._is_paused
+        has_room = self._turns.room(self._window.room) > 0
+        is_hungry = has_room and not self._feeder.is_exhausted and not self._is_paused
         return _SHORT_POLL_S if is_hungry else _POLL_S
 
     def _collect(self, timeout_s: float) -> None:
@@ -142,7 +169,9 @@ class RowLoop:
             return
         for output in self._engine.poll(timeout_s):
             if output.finished:
-                self._append(_result(self._window.finish(output.request_id), output))
+                ready = self._window.finish(output.request_id)
+                self._turns.finish(ready)
+                self._append(_result(ready, output))
 
     def _append(self, result: RowResult) -> None:
         self._store.append(result)
@@ -156,6 +185,7 @@ class RowLoop:
 
     def _size_window(self, max_num_seqs: int) -> None:
         self._window.capacity = max(_LEAST_ROWS, _ROWS_PER_SEQ * max_num_seqs // self._num_samples)
+        self._turns.most_ahead = _ROWS_AHEAD * self._window.capacity
 
     def _obey(self) -> None:
         for command in self._control.take() if self._control is not None else ():

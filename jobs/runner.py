@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchgen.errors import BatchgenError, EngineError, ResumeError, SinkError
+from batchgen.jobs.adapters import load_adapters
 from batchgen.jobs.atomic import Disk
 from batchgen.jobs.control import ControlServer
 from batchgen.jobs.engine_start import first_manifest, start_job_engine
@@ -170,6 +171,7 @@ class JobRunner:
                 stack.callback(engine.shutdown)
                 with self._spec.placing_errors("sampling"):
                     check_engine_limits(job.params, engine.info)
+                load_adapters(self._spec, job.adapters, engine, self._reporter, events)
                 if stored is None:
                     first_manifest(job, engine.info).write(self._folder, self._disk)
         except Interrupted:
@@ -186,6 +188,7 @@ class JobRunner:
             events=events,
             control=control,
             num_samples=job.params.num_samples,
+            max_adapters=engine.info.resolved.get("max_loras"),
             commit_interval_s=self._spec.output.commit_interval_s,
             drain_timeout_s=self._spec.output.drain_timeout_s,
         )
@@ -194,8 +197,8 @@ class JobRunner:
             check_conserved(feeder.num_taken, loop.num_appended)
             self._end_rows(store, reader)
         store.commit()
-        summary = self._summary(store, reader, rows_now=loop.num_appended)
-        events.put("end", exit_code=summary.exit_code, rows_done=summary.rows_done)
+        summary = replace(self._summary(store, reader, rows_now=loop.num_appended), adapters=loop.adapters)
+        events.put("end", exit_code=summary.exit_code, rows_done=summary.rows_done, adapters=summary.adapters)
         return summary
 
     def _run_loop(self, loop: RowLoop, store: ShardStore) -> None:

@@ -90,6 +90,8 @@ class PromptSpec(Section):
         chat_template_kwargs: passed on to the chat template.
         add_special_tokens: let the tokenizer add its own; by default for plain text only.
         allow_special_tokens: let control tokens written in the data act as such.
+        adapter: the adapter of every row, one of `lora.adapters`.
+        adapter_column: a column with the name of each row's adapter; null or empty: none.
     """
 
     template: Annotated[Text, Field(min_length=1)] | None = None
@@ -104,6 +106,8 @@ class PromptSpec(Section):
     add_special_tokens: Bool | None = None
     allow_special_tokens: Bool = False
     truncate: TruncateSpec | None = None
+    adapter: Annotated[Text, Field(min_length=1)] | None = None
+    adapter_column: Text | None = None
 
     @property
     def kind(self) -> str:
@@ -127,6 +131,8 @@ class PromptSpec(Section):
             raise refuse(
                 "chat_template_kwargs", "the messages are made from the prompt; leave 'messages' out"
             )
+        if self.adapter is not None and self.adapter_column is not None:
+            raise refuse("adapter_column", "adapter names one for all rows; leave one of the two out")
         if self.messages == ():
             raise refuse("messages", "must hold at least one message")
         if self.chat is False and given[0] in ("messages", "messages_column"):

@@ -1,4 +1,4 @@
-"""The engine and sampling sections, made from the settings classes themselves: no key is listed twice."""
+"""The engine, lora and sampling sections, made from the settings classes: no key is listed twice."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
-from batchgen.config import EngineConfig, engine_arg_homes
+from batchgen.config import EngineConfig, LoRAConfig, engine_arg_homes
 from batchgen.errors import ConfigError
 from batchgen.jobs.field_types import Text, field_type
 from batchgen.jobs.section import Section, refuse
@@ -26,6 +26,8 @@ MOVED_ENGINE_KEYS = {
     "chat_template": "model.chat_template",
     "generation_config": "model.generation_config",
     "seed": "sampling.seed",
+    "enable_lora": "lora.adapters",
+    **{spec.name: f"lora.{spec.name}" for spec in fields(LoRAConfig) if spec.name != "enable_lora"},
 }
 MOVED_SAMPLING_KEYS = {"truncate_prompt_tokens": "prompt.truncate"}
 # What a job decides itself: it always stores text, whole.
@@ -106,6 +108,14 @@ def _part_section(part: type) -> type[PartSection]:
     return section
 
 
+def _lora_fields() -> dict[str, Any]:
+    def build(**values: Any) -> LoRAConfig:
+        # One slot: the settings that must be no less are looked at one by one.
+        return LoRAConfig(**({"enable_lora": True, "max_loras": 1} | values))
+
+    return _settings_fields(LoRAConfig, build, frozenset({"enable_lora"}))
+
+
 PARTS = {
     "structured_outputs": _part_section(StructuredOutputsParams),
     "repetition_detection": _part_section(RepetitionDetectionParams),
@@ -123,6 +133,9 @@ if TYPE_CHECKING:
     class _EngineFields(Section):
         pass
 
+    class _LoraFields(Section):
+        max_lora_rank: int | None = None
+
     class _SamplingFields(Section):
         n: int = 1
         temperature: float = 1.0
@@ -131,6 +144,7 @@ if TYPE_CHECKING:
         use_beam_search: bool = False
 else:
     _EngineFields = create_model("_EngineFields", __base__=Section, __module__=__name__, **_engine_fields())
+    _LoraFields = create_model("_LoraFields", __base__=Section, __module__=__name__, **_lora_fields())
     _SamplingFields = create_model(
         "_SamplingFields",
         __base__=Section,
@@ -146,6 +160,34 @@ class EngineSpec(_EngineFields):
     def _check(self) -> Self:
         try:
             EngineConfig.from_engine_args(model="any", **self.given())
+        except ConfigError as error:
+            raise refuse("", str(error)) from None
+        return self
+
+
+class LoraSpec(_LoraFields):
+    """The adapters that rows may name, and the engine's slots for them.
+
+    Args:
+        adapters: name -> folder or hub id.
+    """
+
+    adapters: dict[Annotated[str, Field(min_length=1)], Annotated[Text, Field(min_length=1)]] = Field(
+        default_factory=dict
+    )
+
+    def engine_args(self) -> dict[str, Any]:
+        """What of it the engine takes: nothing, where there are no adapters."""
+        if not self.adapters:
+            return {}
+        return {"enable_lora": True} | {
+            name: value for name, value in self.given().items() if name != "adapters"
+        }
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            EngineConfig.from_engine_args(model="any", **self.engine_args())
         except ConfigError as error:
             raise refuse("", str(error)) from None
         return self

@@ -18,18 +18,18 @@ from pydantic import (
 )
 
 from batchgen.config import EngineConfig
-from batchgen.errors import ConfigError, InputError, ModelError, TemplateError
+from batchgen.errors import ConfigError, InputError, ModelError, TemplateError, nearest
 from batchgen.jobs.field_types import Int
 from batchgen.jobs.output_folder import check_writable
 from batchgen.jobs.section import refuse
 from batchgen.jobs.sections import InputSpec, ModelSpec, OutputSpec, PromptSpec, rooted
-from batchgen.jobs.settings_sections import EngineSpec, SamplingSpec
+from batchgen.jobs.settings_sections import EngineSpec, LoraSpec, SamplingSpec
 from batchgen.jobs.spec_errors import explain
 from batchgen.jobs.yaml_file import YamlDocument, parse_yaml, read_yaml
 
 _IN_MEMORY = "job"
 # The key that a message begins with.
-_KEY = re.compile(r"(?:model|engine|input|prompt|sampling|output)(?:\.\w+)+")
+_KEY = re.compile(r"(?:model|engine|lora|input|prompt|sampling|output)(?:\.\w+)+")
 # The engine setting that a message of the engine begins with; it knows no sections.
 _SETTING = re.compile(r"(\w+)[:=]")
 _Spec = TypeVar("_Spec", bound="JobSpec")
@@ -44,7 +44,7 @@ def _empty_section(value: Any) -> Any:
 
 
 class JobSpec(BaseModel):
-    """Everything a job is: model, engine, input, prompt, sampling, output.
+    """Everything a job is: model, engine, lora, input, prompt, sampling, output.
 
     Args:
         limit: run only the first rows of the input.
@@ -56,6 +56,7 @@ class JobSpec(BaseModel):
 
     model: Annotated[ModelSpec, BeforeValidator(_bare_model)]
     engine: Annotated[EngineSpec, BeforeValidator(_empty_section)] = EngineSpec()
+    lora: Annotated[LoraSpec, BeforeValidator(_empty_section)] = LoraSpec()
     input: InputSpec
     prompt: PromptSpec
     sampling: Annotated[SamplingSpec, BeforeValidator(_empty_section)] = SamplingSpec()
@@ -105,6 +106,7 @@ class JobSpec(BaseModel):
             chat_template=self.chat_template_text(),
             **model,
             **self.engine.given(),
+            **self.lora.engine_args(),
         )
 
     def located(self, model: str) -> str:
@@ -126,6 +128,11 @@ class JobSpec(BaseModel):
             return path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat template file {path}: {error}") from None
+
+    def place(self, *path: str | int) -> str:
+        """Where that key stands, as in "job.yaml:12: " before a message; "" in a job that is no file's."""
+        place = self._document.place(path)
+        return "" if place == _IN_MEMORY else f"{place}: "
 
     @contextmanager
     def placing_errors(self, section: str = "input") -> Iterator[None]:
@@ -151,11 +158,12 @@ class JobSpec(BaseModel):
         setting = _SETTING.match(message) if section == "engine" else None
         if setting and setting[1] in EngineSpec.model_fields:
             message = f"engine.{message}"
+        elif setting and setting[1] in LoraSpec.model_fields:
+            message = f"lora.{message}"
         named = _KEY.match(message)
         keys = (named[0] if named else section).split(".")
         path = tuple(int(key) if key.isdecimal() else key for key in keys)
-        place = self._document.place(path)
-        return message if place == _IN_MEMORY else f"{place}: {message}"
+        return f"{self.place(*path)}{message}"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -163,10 +171,22 @@ class JobSpec(BaseModel):
             self.chat_template_text()
         except ConfigError as error:
             raise refuse("model.chat_template", str(error)) from None
+        _check_adapter_names(self.prompt, self.lora.adapters)
         problem = check_writable(self.output_dir)
         if problem is not None:
             raise refuse("output.path", problem)
         return self
+
+
+def _check_adapter_names(prompt: PromptSpec, adapters: Mapping[str, str]) -> None:
+    """Refuse a prompt section that asks for an adapter that is not there."""
+    if prompt.adapter is not None and prompt.adapter not in adapters:
+        guess = nearest(prompt.adapter, adapters)
+        known = f"there are: {', '.join(sorted(adapters))}" if adapters else "it names none; add it there"
+        hint = f"did you mean {guess!r}?" if guess else known
+        raise refuse("prompt.adapter", f"no adapter {prompt.adapter!r} in lora.adapters; {hint}")
+    if prompt.adapter_column is not None and not adapters:
+        raise refuse("prompt.adapter_column", "lora.adapters names no adapter; add those that cells may name")
 
 
 def load_spec(

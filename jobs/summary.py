@@ -13,6 +13,8 @@ from batchgen.quantities import counted, duration
 _EXIT_GOOD, _EXIT_ROWS_FAILED = 0, 3
 # Above this share of samples that were cut off, max_tokens is probably too low.
 _MUCH_CUT = 0.20
+# Adapters that the last lines name.
+_MOST_ADAPTERS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class JobSummary:
         rows_total: rows of the job, or None when a run was stopped before that was known.
         failures: `error.code` -> rows.
         finish_reasons: reason -> samples.
+        adapters: adapter -> rows of this run that it was used for.
         was_finished: there was nothing to do.
         stopped: exit code of an interrupted run, 128 and the signal's number; None when it ended by itself.
     """
@@ -35,6 +38,7 @@ class JobSummary:
     rows_now: int
     failures: Mapping[str, int] = field(default_factory=dict)
     finish_reasons: Mapping[str, int] = field(default_factory=dict)
+    adapters: Mapping[str, int] = field(default_factory=dict)
     input_tokens: int = 0
     generated_tokens: int = 0
     elapsed_s: float = 0.0
@@ -63,6 +67,8 @@ class JobSummary:
         if self.rows_failed:
             codes = ", ".join(f"{code} {count:,}" for code, count in sorted(self.failures.items()))
             lines.append(f"{counted(self.rows_failed, 'row')} failed ({codes}); the `error` column says why")
+        if self.adapters:
+            lines.append(f"adapters: {_used(self.adapters)}")
         reasons = self.finish_reasons
         samples = sum(reasons.values()) - reasons.get(FinishReason.ERROR, 0)
         cut = reasons.get(FinishReason.LENGTH, 0)
@@ -93,3 +99,11 @@ class JobSummary:
         took = f"{self.rows_now:,} of them in this run, {duration(self.elapsed_s)}"
         state = "stopped" if self.stopped is not None else "finished"
         return f"{state}: {rows} done ({took}), {self.generated_tokens:,} tokens generated"
+
+
+def _used(adapters: Mapping[str, int]) -> str:
+    """How many rows each adapter was used for, the most used first."""
+    ranked = sorted(adapters.items(), key=lambda each: (-each[1], each[0]))
+    shown = [f"{name} {counted(rows, 'row')}" for name, rows in ranked[:_MOST_ADAPTERS]]
+    rest = len(ranked) - len(shown)
+    return ", ".join(shown) + (f" and {rest:,} more adapters" if rest else "")

@@ -1,6 +1,7 @@
 """Window: the rows in flight; bounded, in the order of their admission."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -31,12 +32,16 @@ class Window:
     Args:
         capacity: rows at once.
         clock: seconds that never go back.
+
+    Attributes:
+        num_finished: adapter -> rows of it that were taken out.
     """
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic):
         self.capacity = capacity
         self._clock = clock
         self._rows: dict[str, tuple[Ready, float]] = {}
+        self.num_finished: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -53,7 +58,10 @@ class Window:
 
     def finish(self, request_id: str) -> Ready:
         """Take a row out; KeyError when it is not in flight."""
-        return self._rows.pop(request_id)[0]
+        ready = self._rows.pop(request_id)[0]
+        if ready.request.adapter is not None:
+            self.num_finished[ready.request.adapter] += 1
+        return ready
 
     def oldest(self, count: int) -> list[tuple[int, float]]:
         """(row number, seconds in flight) of the rows that are longest in flight."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from batchgen.errors import KernelError
 from batchgen.kernels.coded import Coded
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.lora import LoraBackend
 from batchgen.kernels.program import Program, StepSizes
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.sampling import Draws, Penalties, Scores
@@ -22,7 +23,7 @@ log = logging.getLogger("batchgen.kernels")
 # The order is the order of the printed choices. `store_kv` follows `attention`: both must know one layout.
 OPERATIONS = (
     "linear", "linear_int8", "linear_coded", "gather_rows", "rms_norm", "add_rms_norm", "rotary", "silu_mul",
-    "quantize", "attention", "store_kv", "sample", "score_tokens", "penalise",
+    "quantize", "lora", "attention", "store_kv", "sample", "score_tokens", "penalise",
 )  # fmt: skip
 
 # Which backends "auto" tries on a device, best first.
@@ -72,7 +73,7 @@ class PackedLinear(ABC):
         """All that is kept, so that it can be moved out of the way and back."""
 
 
-class KernelBackend(ABC):
+class KernelBackend(LoraBackend, ABC):
     """One set of kernels for one kind of device. `batchgen.kernels.ops.Kernels` documents every operation.
 
     An operation is a method of its name here; a backend implements those in `operations`, takes what

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV, torch_dtype
+from batchgen.kernels.kv import SCALED, AttentionMeta, KVCacheSpec, LayerKV, torch_dtype
 from batchgen.kernels.ops import Kernels, choose
 
 # Largest relative RMS error against the reference in float64 on inputs rounded to the dtype.
 TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
 # The same of float32 activations over a KV cache of another dtype, against the reference over that cache.
-# With 8 bits a kernel may round queries to 16 bits and weights to 15.
-KV_TOLERANCE = {"float32": 1e-6, "float16": 1e-6, "bfloat16": 1e-6, "int8": 3e-4}
+# With integers a kernel may round queries to 16 bits and weights to 15.
+KV_TOLERANCE = {"float32": 1e-6, "float16": 1e-6, "bfloat16": 1e-6, "fp8": 1e-6, "int8": 3e-4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def poison_unseen(inputs: AttentionInputs, case: AttentionCase) -> int:
 
 def poison(kv: LayerKV, blocks: Sequence[int] | slice = slice(None)) -> None:
     """Fill blocks with NaN; of 8 bits the scales become NaN."""
-    kv.data[blocks] = -1 if kv.spec.dtype == "int8" else float("nan")
+    kv.data[blocks] = -1 if kv.spec.dtype in SCALED else float("nan")
 
 
 def truth(case: AttentionCase, rounded_to: str, kv_dtype: str | None = None) -> Tensor:

@@ -13,7 +13,10 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,  # only KV caches: a scale for each token and head, of keys and of values
+    "fp8": torch.int8,  # likewise: the bytes of floats with 4 bits of exponent and 3 of fraction (e4m3)
 }
+# Those that have scales.
+SCALED = ("int8", "fp8")
 DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 SCALE_BYTES = 4
 
@@ -36,7 +39,7 @@ class KVCacheSpec:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer, keys and values, without a backend's padding."""
-        scale_bytes = SCALE_BYTES if self.dtype == "int8" else 0
+        scale_bytes = SCALE_BYTES if self.dtype in SCALED else 0
         row_bytes = self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
         return 2 * self.num_kv_heads * self.block_size * row_bytes
 

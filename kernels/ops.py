@@ -22,12 +22,16 @@ from batchgen.kernels.backend import (
     select,
 )
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV, torch_dtype
+from batchgen.kernels.lora import LoraBank, LoraPart, LoraSegments, PackedLora
 from batchgen.kernels.program import Program, StepSizes
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.row_ops import Activation, RowOps
 from batchgen.kernels.sampling import Draws, Penalties, Scores
 
-__all__ = ["Activation", "Choice", "Kernels", "PackedLinear", "Quantized", "choose"]
+__all__ = [
+    "Activation", "Choice", "Kernels", "LoraBank", "LoraPart", "LoraSegments", "PackedLinear", "PackedLora",
+    "Quantized", "choose",
+]  # fmt: skip
 
 
 def choose(
@@ -120,12 +124,18 @@ class Kernels(RowOps):
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Pick rows of a table, or of a packed weight: so that a tied embedding needs no second copy.
 
-        Shapes: source [P, E], contiguous, or a weight [P, E] as `pack_linear` gave it; ids [T] int64.
+        Shapes: source [P, E], contiguous, or a weight of `pack_linear` or `pack_coded`; ids [T] int64.
 
         Returns: [T, E].
         Raises: KernelError if an id is outside of the rows.
         """
         checks.check_gather_rows(self.home, source, ids, out)
+        if isinstance(source, PackedLinear) and source.is_coded:
+            if out is None:
+                out = torch.empty(
+                    (ids.shape[0], source.in_features), dtype=self.home.dtype, device=ids.device
+                )
+            return self._backends["linear_coded"].gather_rows(source, ids, out)
         return self._gather_rows(source, ids, out)
 
     def rotary(

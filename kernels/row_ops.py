@@ -9,6 +9,7 @@ from torch import Tensor
 from batchgen.kernels import checks, weight_checks
 from batchgen.kernels.backend import KernelBackend, PackedLinear
 from batchgen.kernels.coded import Coded
+from batchgen.kernels.lora_ops import LoraOps
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.sampling import check_columns
 
@@ -16,8 +17,8 @@ from batchgen.kernels.sampling import check_columns
 Activation = Tensor | Quantized
 
 
-class RowOps:
-    """Linear layers, norms and gate. `Kernels` documents what holds for all operations.
+class RowOps(LoraOps):
+    """Linear layers, adapters beside them, norms and gate. `Kernels` documents what holds for all operations.
 
     Args:
         home: dtype and device of activations.
@@ -25,7 +26,7 @@ class RowOps:
     """
 
     def __init__(self, home: checks.Home, backends: dict[str, KernelBackend]):
-        self.home = home
+        super().__init__(home, backends["lora"])
         self._backends = backends
         self._linear, self._pack_linear = backends["linear"].linear, backends["linear"].pack_linear
         integers = backends["linear_int8"]

@@ -3,18 +3,21 @@
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Self
 
 from batchgen.api.caller import Caller, chat_options, check_level, check_request_id, check_tags
 from batchgen.api.engine_thread import EngineThread
+from batchgen.api.lora_names import LoRANames
 from batchgen.api.output_stream import OutputStream
 from batchgen.api.prompt_forms import Messages, Prompt, Read, read_prompt
 from batchgen.api.stats_log import StatsLog
 from batchgen.byte_tokenizer import ByteTokenizer
 from batchgen.config import EngineConfig
-from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats
+from batchgen.engine.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
 from batchgen.errors import ConfigError, EngineError
 from batchgen.foreign_names import ASYNC_METHODS, WithoutForeignMethods
+from batchgen.lora_request import LoRARequest
 from batchgen.outputs import RequestOutput
 from batchgen.sampling_params import RequestOutputKind, SamplingParams
 from batchgen.tokenizer import Tokenizer
@@ -49,6 +52,8 @@ class AsyncLLM(WithoutForeignMethods):
         # The engine goes with this object; the thread holds no reference to it.
         self._finalizer = weakref.finalize(self, self._thread.shutdown, 0.0)
         self._is_asleep = False
+        self._lora_names = LoRANames(self.config.lora.enable_lora)
+        self._loading: dict[tuple[str, str], Future[AdapterInfo]] = {}
 
     @classmethod
     async def start(cls, model: str, *, in_process: bool = False, **engine_args: Any) -> Self:
@@ -71,6 +76,7 @@ class AsyncLLM(WithoutForeignMethods):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one prompt as they come, by `sampling_params.output_kind`; the last is `finished`.
@@ -82,15 +88,17 @@ class AsyncLLM(WithoutForeignMethods):
             prompt: a text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
             sampling_params: default: `get_default_sampling_params`.
             request_id: unique among those in flight, for `abort`; default: a running number.
+            lora_request: an adapter; needs `enable_lora: true`. One that was not seen before is loaded first.
             priority: lower runs first. Needs `scheduling_policy: priority`.
 
         Raises:
             ConfigError: no prompt, or parameters that the engine cannot follow; nothing has run.
+            ConfigError, ModelError: an adapter that does not fit the model; see `add_lora`.
             EngineError: the engine died or was shut down, it sleeps, or the id is in flight.
         """
         read = read_prompt(prompt)
         is_long = read.ids is None and len(read.text or "") > _LONG_TEXT
-        return self._run(lambda: read, is_long, sampling_params, request_id, priority)
+        return self._run(lambda: read, is_long, sampling_params, request_id, priority, lora_request)
 
     def chat(
         self,
@@ -98,6 +106,7 @@ class AsyncLLM(WithoutForeignMethods):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -120,7 +129,7 @@ class AsyncLLM(WithoutForeignMethods):
                 raise ConfigError(f"chat takes one conversation at a time; got {len(prompts)}")
             return prompts[0]
 
-        return self._run(render, True, sampling_params, request_id, priority)
+        return self._run(render, True, sampling_params, request_id, priority, lora_request)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Drop requests: their generators end with what there is, `finish_reason` "abort".
@@ -157,6 +166,29 @@ class AsyncLLM(WithoutForeignMethods):
         """Forget all cached blocks; requests that run keep what they use."""
         return await asyncio.wrap_future(self._thread.ask(lambda client: client.reset_prefix_cache()))
 
+    async def add_lora(self, lora_request: LoRARequest) -> AdapterInfo:
+        """Check an adapter's files and let prompts name it; see `LLM.add_lora`."""
+        self._lora_names.check_enabled()
+        name, path = lora_request.lora_name, lora_request.path
+        info = await asyncio.wrap_future(self._thread.ask(lambda client: client.load_adapter(name, path)))
+        self._lora_names.loaded(lora_request)
+        return info
+
+    async def remove_lora(self, lora: LoRARequest | str | int) -> bool:
+        """Forget an adapter, given by name or number; requests in flight end with it."""
+        name = self._lora_names.name_of(lora)
+        self._lora_names.forget(name)
+        return await asyncio.wrap_future(self._thread.ask(lambda client: client.unload_adapter(name)))
+
+    async def list_loras(self) -> list[AdapterInfo]:
+        """The adapters that are loaded, in that order."""
+        return await asyncio.wrap_future(self._thread.ask(lambda client: client.adapters()))
+
+    async def pin_lora(self, lora: LoRARequest | str | int) -> bool:
+        """Keep an adapter in memory until it is removed; whether there is one."""
+        name = self._lora_names.name_of(lora)
+        return await asyncio.wrap_future(self._thread.ask(lambda client: client.pin_adapter(name)))
+
     async def get_metrics(self) -> EngineStats:
         """A snapshot of queues, KV blocks and counters."""
         return await asyncio.wrap_future(self._thread.ask(lambda client: client.stats(with_block_map=True)))
@@ -184,6 +216,18 @@ class AsyncLLM(WithoutForeignMethods):
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.shutdown)
 
+    async def _load_once(self, lora: LoRARequest) -> None:
+        """Have an adapter loaded, unless another task is just having that done."""
+        key = lora.lora_name, lora.path
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._thread.ask(lambda client: client.load_adapter(*key))
+            self._loading[key] = loading
+            loading.add_done_callback(lambda _: self._loading.pop(key, None))
+        # Whoever gives up waiting must not take it from the others.
+        await asyncio.shield(asyncio.wrap_future(loading))
+        self._lora_names.loaded(lora)
+
     async def _run(
         self,
         read: Callable[[], Read],
@@ -191,6 +235,7 @@ class AsyncLLM(WithoutForeignMethods):
         sampling_params: SamplingParams | None,
         request_id: str | None,
         priority: int | None,
+        lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One request from its prompt to its end; a slow `read` goes into a thread."""
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -199,6 +244,9 @@ class AsyncLLM(WithoutForeignMethods):
         self._caller.check([params], self._info, has_priority=priority is not None)
         if self._is_asleep:
             raise EngineError("the engine sleeps; call wake_up() first")
+        (lora,) = self._lora_names.read(lora_request, 1)
+        for missing in self._lora_names.to_load([lora]):
+            await self._load_once(missing)
 
         def make() -> EngineRequest:
             return self._caller.request(
@@ -207,6 +255,7 @@ class AsyncLLM(WithoutForeignMethods):
                 request_id=request_id,
                 priority=priority or 0,
                 streams=params.output_kind is not RequestOutputKind.FINAL_ONLY,
+                adapter=None if lora is None else lora.lora_name,
             )
 
         request = await asyncio.to_thread(make) if is_slow else make()
@@ -217,6 +266,7 @@ class AsyncLLM(WithoutForeignMethods):
             while not is_over:
                 output = await stream.next()
                 is_over = output.finished
+                output.tell_lora(lora)
                 yield output
         finally:
             if not is_over:

@@ -10,6 +10,7 @@ from batchgen.api.stats_log import StatsLog
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import EngineRequest, EngineStats
 from batchgen.errors import EngineError
+from batchgen.lora_request import LoRARequest
 from batchgen.outputs import RequestOutput
 
 # Requests handed to the engine for each that can run: enough to keep it full, few enough for flat memory.
@@ -35,6 +36,7 @@ class BatchRunner:
         self._newest_stats = engine.stats()
         self._is_asleep = False
         self._enqueued: dict[str, RequestOutput | None] = {}
+        self._enqueued_loras: dict[str, LoRARequest | None] = {}
 
     def run(self, requests: Iterator[EngineRequest], total: int, bar: ProgressBar) -> list[RequestOutput]:
         """Hand `total` requests over as there is room, and wait for all; `bar` is told of each that is done.
@@ -91,7 +93,15 @@ class BatchRunner:
                 while num_open:
                     num_open -= self._take(self._enqueued, bar)
             outputs, self._enqueued = self._enqueued, {}
+            loras, self._enqueued_loras = self._enqueued_loras, {}
+        for request_id, output in outputs.items():
+            if output is not None:
+                output.tell_lora(loras.get(request_id))
         return [output for output in outputs.values() if output is not None]
+
+    def remember_loras(self, loras: Iterable[tuple[str, LoRARequest | None]]) -> None:
+        """Be told with which adapters enqueued requests are computed, to tell it with their outputs."""
+        self._enqueued_loras |= {request_id: lora for request_id, lora in loras if lora is not None}
 
     def ask(self, command: Callable[..., T], *arguments: object) -> T:
         """Call one of the engine's methods when no other thread does."""
@@ -155,5 +165,5 @@ class BatchRunner:
             with suppress(EngineError):  # a dead engine computes nothing; the first error is the one to show
                 self.engine.abort(ids)
             if outputs is self._enqueued:
-                self._enqueued = {}
+                self._enqueued, self._enqueued_loras = {}, {}
             raise

@@ -68,5 +68,6 @@ def _sequence(
         logprobs=sample.logprobs,
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
+        lora_request=output.lora_request,
         num_prompt_tokens=len(output.prompt_token_ids),
     )

@@ -94,6 +94,8 @@ def _measure(
     say: Callable[[str], None],
 ) -> BenchReport:
     caller.check(workload.params, engine.info)
+    for name, folder in workload.adapter_folders.items():
+        engine.load_adapter(name, folder)
     say("warming up")
     runner = BatchRunner(engine, StatsLog(is_disabled=True))
     warm = [caller.request(prompt, exact(4)) for prompt in _WARM_UP]
@@ -102,8 +104,10 @@ def _measure(
     engine.reset_prefix_cache()
     count = len(workload.prompts)
     asked = [
-        caller.request(Read(None, pack_ids(ids)), params)
-        for ids, params in zip(workload.prompts, workload.params, strict=True)
+        caller.request(Read(None, pack_ids(ids)), params, adapter=adapter)
+        for ids, params, adapter in zip(
+            workload.prompts, workload.params, workload.adapters or [None] * count, strict=True
+        )
     ]
     say("measuring what the machine does at most")
     engine.begin_profile()

@@ -129,6 +129,7 @@ class Caller:
         priority: int = 0,
         streams: bool = False,
         is_pinned: bool = False,
+        adapter: str | None = None,
     ) -> EngineRequest:
         """A request to the engine; without an id of its own its running number is its id.
 
@@ -154,6 +155,7 @@ class Caller:
             priority=plain(priority),
             cache_salt=prompt.cache_salt,
             is_pinned=is_pinned,
+            adapter=adapter,
         )
 
 

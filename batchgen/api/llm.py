@@ -6,6 +6,8 @@ from typing import Any
 from batchgen.api.batch_runner import BatchRunner
 from batchgen.api.beams import beam_output, beam_params
 from batchgen.api.caller import Caller, chat_options, check_level, check_tags, warn_of_failures
+from batchgen.api.enqueueing import Enqueueing, Params
+from batchgen.api.lora_names import LoRA, LoRANames, by_adapter
 from batchgen.api.progress_bar import progress_bar
 from batchgen.api.prompt_forms import Messages, Prompt, Read, one_each, read_prompt, read_prompts
 from batchgen.api.scoring import make_pairs, score_pairs
@@ -15,14 +17,13 @@ from batchgen.config import EngineConfig
 from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats
 from batchgen.errors import ConfigError
 from batchgen.foreign_names import WithoutForeignMethods
+from batchgen.lora_request import LoRARequest
 from batchgen.outputs import BeamSearchOutput, RequestOutput, ScoreOutput
 from batchgen.sampling_params import BeamSearchParams, SamplingParams
 from batchgen.tokenizer import Tokenizer
 
-Params = SamplingParams | Sequence[SamplingParams] | None
 
-
-class LLM(WithoutForeignMethods):
+class LLM(Enqueueing, WithoutForeignMethods):
     """A model and the engine that runs it. The engine lives in a child process and dies with this one.
 
     May be used from several threads, and inside a running event loop: calls run one after the other.
@@ -41,6 +42,7 @@ class LLM(WithoutForeignMethods):
         self._caller = Caller("LLM", model, engine_args, begins=not in_process)
         self._engine = self._caller.start(in_process)
         self._runner = BatchRunner(self._engine, StatsLog(self.config.model.disable_log_stats))
+        self._lora_names = LoRANames(self.config.lora.enable_lora)
 
     @property
     def config(self) -> EngineConfig:
@@ -57,6 +59,7 @@ class LLM(WithoutForeignMethods):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         use_tqdm: bool = True,
+        lora_request: LoRA = None,
         *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -70,19 +73,23 @@ class LLM(WithoutForeignMethods):
             prompts: one prompt or many.
             sampling_params: one for all or one each; default: `get_default_sampling_params`.
             use_tqdm: show a progress bar on stderr.
+            lora_request: an adapter for all or one each, None among these for the base model. Needs
+                `enable_lora: true`; those that were not seen before are loaded first.
             priority: one each; lower runs first. Needs `scheduling_policy: priority`.
 
         Raises:
             ConfigError: something that is no prompt or no SamplingParams, or more than the engine can give,
                 before any prompt runs.
+            ConfigError, ModelError: an adapter that does not fit the model; see `add_lora`.
         """
-        return self._generate(read_prompts(prompts), sampling_params, use_tqdm, priority)
+        return self._generate(read_prompts(prompts), sampling_params, use_tqdm, priority, lora_request)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
         use_tqdm: bool = True,
+        lora_request: LoRA = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -103,10 +110,15 @@ class LLM(WithoutForeignMethods):
         options = chat_options(
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
         )
-        return self._generate(self._caller.render(messages, **options), sampling_params, use_tqdm)
+        read = self._caller.render(messages, **options)
+        return self._generate(read, sampling_params, use_tqdm, lora_request=lora_request)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        lora_request: LoRA = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best sequences for each prompt, found inside the engine.
 
@@ -115,7 +127,8 @@ class LLM(WithoutForeignMethods):
         """
         if not isinstance(params, BeamSearchParams):
             raise ConfigError(f"params must be BeamSearchParams; got {params!r:.80}")
-        outputs = self._generate(read_prompts(prompts), beam_params(params), use_tqdm)
+        read = read_prompts(prompts)
+        outputs = self._generate(read, beam_params(params), use_tqdm, lora_request=lora_request)
         tokenizer, ends = self._caller.tokenizer, self.info.eos_token_ids
         return [beam_output(output, params, tokenizer, ends) for output in outputs]
 
@@ -124,6 +137,7 @@ class LLM(WithoutForeignMethods):
         prompts: Prompt | Sequence[Prompt],
         continuations: Prompt | Sequence[Prompt],
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoreOutput]:
         """How likely the model finds each continuation of its prompt; outputs in the order of continuations.
 
@@ -133,64 +147,22 @@ class LLM(WithoutForeignMethods):
             prompts: one for all continuations, or one each.
             continuations: texts or token ids.
             use_tqdm: show a progress bar on stderr.
+            lora_request: the adapter to compute with.
 
         Raises:
             ConfigError: another number of prompts than continuations, or one without tokens.
         """
         pairs = make_pairs(read_prompts(prompts), read_prompts(continuations), self._caller.tokenizer.encode)
+        loras = self._named_loras(lora_request, 1)
         with progress_bar(len(pairs), use_tqdm, "score") as bar:
 
             def run(prompts: Sequence[Read], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-                return self._runner.run(self._requests(prompts, params, None), len(prompts), bar)
+                requests = self._requests(prompts, params, None, loras * len(prompts))
+                return self._runner.run(requests, len(prompts), bar)
 
             scores = score_pairs(pairs, run)
         warn_of_failures(scores)
         return scores
-
-    def enqueue(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params = None,
-        *,
-        priority: Sequence[int] | None = None,
-    ) -> list[str]:
-        """Start prompts without waiting for them; returns their request ids.
-
-        Raises:
-            ConfigError: what `generate` raises.
-        """
-        read = read_prompts(prompts)
-        return self._runner.enqueue(self._requests(read, sampling_params, priority))
-
-    def enqueue_chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: Params = None,
-        *,
-        priority: Sequence[int] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[str]:
-        """Start conversations without waiting for their answers; returns their request ids.
-
-        Raises:
-            ConfigError, InputError, TemplateError: what `chat` raises.
-        """
-        options = chat_options(
-            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
-        )
-        read = self._caller.render(messages, **options)
-        return self._runner.enqueue(self._requests(read, sampling_params, priority))
-
-    def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
-        """The outputs of all prompts enqueued since the last time, in that order."""
-        with progress_bar(self._runner.num_enqueued, use_tqdm) as bar:
-            outputs = self._runner.wait(bar)
-        warn_of_failures(outputs)
-        return outputs
 
     def get_tokenizer(self) -> Tokenizer | ByteTokenizer:
         """The tokenizer that prompts go through."""
@@ -241,16 +213,20 @@ class LLM(WithoutForeignMethods):
         """Forget all cached blocks and end all pins; requests that run keep what they use."""
         return self._runner.ask(self._engine.reset_prefix_cache)
 
-    def pin_prefix(self, prompt: Prompt) -> str:
+    def pin_prefix(self, prompt: Prompt, lora_request: LoRARequest | None = None) -> str:
         """Keep the full blocks of a prompt in the prefix cache; returns the pin's id, for `unpin_prefix`.
 
-        Pinned blocks yield only when nothing else could run.
+        Pinned blocks yield only when nothing else could run. They serve prompts with the same adapter.
 
         Raises:
             ConfigError: no prompt, or one that cannot be served; says why.
         """
+        (lora,) = self._named_loras(lora_request, 1)
         request = self._caller.request(
-            read_prompt(prompt), SamplingParams(temperature=0, max_tokens=1), is_pinned=True
+            read_prompt(prompt),
+            SamplingParams(temperature=0, max_tokens=1),
+            is_pinned=True,
+            adapter=None if lora is None else lora.lora_name,
         )
         with progress_bar(1, False) as bar:
             (output,) = self._runner.run(iter([request]), 1, bar)
@@ -278,15 +254,33 @@ class LLM(WithoutForeignMethods):
         sampling_params: Params,
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
+        lora_request: LoRA = None,
     ) -> list[RequestOutput]:
-        requests = self._requests(prompts, sampling_params, priority)
+        loras = self._named_loras(lora_request, len(prompts))
+        requests = self._requests(prompts, sampling_params, priority, loras)
+        order = by_adapter(loras, self.config.lora.max_loras)
+        is_in_order = all(place == number for place, number in enumerate(order))
+        if not is_in_order:
+            # Made in their own order, which their seeds come from.
+            made = list(requests)
+            requests = iter([made[number] for number in order])
         with progress_bar(len(prompts), use_tqdm) as bar:
             outputs = self._runner.run(requests, len(prompts), bar)
+        if not is_in_order:
+            outputs = [
+                output for _, output in sorted(zip(order, outputs, strict=True), key=lambda pair: pair[0])
+            ]
+        for output, lora in zip(outputs, loras, strict=True):
+            output.tell_lora(lora)
         warn_of_failures(outputs)
         return outputs
 
     def _requests(
-        self, prompts: Sequence[Read], sampling_params: Params, priority: Sequence[int] | None
+        self,
+        prompts: Sequence[Read],
+        sampling_params: Params,
+        priority: Sequence[int] | None,
+        loras: Sequence[LoRARequest | None] | None = None,
     ) -> Iterator[EngineRequest]:
         """The requests of a call, checked as a whole and made one by one."""
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -294,6 +288,10 @@ class LLM(WithoutForeignMethods):
         order = one_each(0 if priority is None else priority, len(prompts), "priority", int)
         self._caller.check(params, self.info, has_priority=priority is not None)
         return (
-            self._caller.request(prompt, each, priority=rank)
-            for prompt, each, rank in zip(prompts, params, order, strict=True)
+            self._caller.request(
+                prompt, each, priority=rank, adapter=None if lora is None else lora.lora_name
+            )
+            for prompt, each, rank, lora in zip(
+                prompts, params, order, loras or [None] * len(prompts), strict=True
+            )
         )

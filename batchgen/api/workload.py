@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +24,15 @@ class Workload:
         name: what they are, in words.
         prompts: token ids of each.
         params: of each.
+        adapters: of each; none are there if all are of the model alone.
+        adapter_folders: name -> where the adapter lies.
     """
 
     name: str
     prompts: list[list[int]]
     params: list[SamplingParams]
+    adapters: list[str | None] = field(default_factory=list)
+    adapter_folders: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +151,12 @@ def of_job(job: Path, overrides: Sequence[str], limit: int) -> OfJob:
     from batchgen.jobs.spec import load_spec
 
     spec = load_spec(job, overrides=overrides)
-    config, params, prompts = first_prompts(spec, limit)
+    found = first_prompts(spec, limit)
+    prompts = found.prompts
     if not prompts:
         raise InputError(f"{job}: no prompt in the first {counted(limit, 'row')}")
-    engine_args = config.to_engine_args()
+    engine_args = found.config.to_engine_args()
     model = engine_args.pop("model")
     name = f"the first {counted(len(prompts), 'row')} of {job.name}"
-    workload = Workload(name, prompts, [params] * len(prompts))
+    workload = Workload(name, prompts, [found.params] * len(prompts), found.adapters, found.adapter_folders)
     return OfJob(workload, model, engine_args, spec.placing_errors)

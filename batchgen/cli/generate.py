@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from batchgen.cli.settings import parse_settings
-from batchgen.errors import ConfigError, EngineError
+from batchgen.errors import ConfigError, EngineError, ModelError
 from batchgen.quantities import counted
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from batchgen.api.prompt_forms import Read
     from batchgen.engine.client import EngineClient
     from batchgen.engine.messages import EngineRequest
+    from batchgen.lora import AdapterFacts
     from batchgen.outputs import PositionLogprobs, RequestOutput
     from batchgen.sampling_params import SamplingParams
 
@@ -70,6 +71,10 @@ def generate(
         str | None,
         typer.Option(help="A grammar in Lark's syntax or GBNF, or a file with one; the text conforms to it."),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="A LoRA adapter: a folder as peft writes it, or a hub id."),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,6 +104,7 @@ def generate(
     if rules := _grammar(json_schema, regex, choice, grammar):
         given["structured_outputs"] = {**(given.get("structured_outputs") or {}), **rules}
 
+    facts = None if adapter is None else _adapter_facts(adapter, engine_args)
     from batchgen.api.caller import Caller
 
     def say(line: str) -> None:
@@ -118,8 +124,14 @@ def generate(
             say(line)
         say(f"{info.model}: loaded in {info.load_s:.1f} s")
         caller.check([params], info)
+        name = None if facts is None else facts.path.name
+        if facts is not None and name is not None:
+            loaded = engine.load_adapter(name, str(facts.path))
+            say(f"adapter {name}: rank {facts.max_rank}, {counted(facts.num_modules, 'module')}")
+            for warning in loaded.warnings:
+                say(f"adapter {name}: {warning}")
         streams = sys.stdout.isatty() and params.num_samples == 1
-        request = caller.request(read, params, streams=streams)
+        request = caller.request(read, params, streams=streams, adapter=name)
         start = time.monotonic()
         output = _run(engine, request, use_tqdm=not (quiet or streams) and sys.stderr.isatty())
         seconds = time.monotonic() - start
@@ -133,6 +145,18 @@ def generate(
         for position in sample.logprobs or ():
             typer.echo(_shown(position or {}), err=True)
     say(_summary(output, seconds))
+
+
+def _adapter_facts(adapter: str, engine_args: dict[str, Any]) -> "AdapterFacts":
+    """What `--adapter` names, looked at before the model loads; the engine gets slots."""
+    from batchgen.lora import check_adapter
+
+    if engine_args.setdefault("enable_lora", True) is not True:
+        raise ConfigError("--set enable_lora: an --adapter needs it to be true; leave one of the two out")
+    try:
+        return check_adapter(adapter)
+    except (ConfigError, ModelError) as error:
+        raise ConfigError(f"--adapter {adapter}: {error}") from error
 
 
 def _beams(width: int | None, n: int | None, temperature: float | None) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import typer
 
 from batchgen.cli import exit_codes
 from batchgen.cli.bench import bench
+from batchgen.cli.eval_quant import eval_quant
 from batchgen.cli.generate import generate
+from batchgen.cli.quantize import quantize
 from batchgen.cli.run import run
 from batchgen.cli.status import status
 from batchgen.errors import BatchgenError
@@ -26,6 +28,8 @@ app.command()(run)
 app.command()(status)
 app.command()(generate)
 app.command()(bench)
+app.command()(quantize)
+app.command("eval-quant")(eval_quant)
 
 
 def _print_version(wanted: bool) -> None:

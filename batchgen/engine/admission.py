@@ -4,6 +4,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
+from batchgen.engine.adapter_gate import AdapterGate
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.group import Group, GroupState
 from batchgen.engine.metrics import Counters
@@ -65,6 +66,7 @@ class Admission:
         delay: PromptDelay,
         run: Callable[[Group, StepBuilder], None],
         clock: Callable[[], float],
+        gate: AdapterGate,
     ):
         self._rules = rules
         self._blocks = blocks
@@ -76,6 +78,7 @@ class Admission:
         self._clock = clock
         self._chunks = chunks
         self._delay = delay
+        self._gate = gate
 
     def admit(self, step: StepBuilder) -> None:
         """Take in whoever fits into the rest of a step: swapped groups first, then waiting ones."""
@@ -110,6 +113,8 @@ class Admission:
     def try_admit(self, group: Group, step: StepBuilder) -> Verdict:
         """Move a waiting group to those that run, with its blocks, if it fits; fail it if it never does."""
         width = self._width(group)
+        if self._gate.turns_away(group):
+            return Verdict.NEVER
         if width == 0 or not self._may_run(group) or not self._may_fit(group):
             return Verdict.LATER
         is_alone = not self._table.running
@@ -131,6 +136,8 @@ class Admission:
 
     def try_swap_in(self, group: Group, step: StepBuilder) -> Verdict:
         """Move a swapped group to those that run, if it fits; one that never does is recomputed or fails."""
+        if self._gate.turns_away(group):
+            return Verdict.NEVER
         has_seats = group.width <= self.num_free_seqs or not self._table.running
         if not has_seats or not self._may_run(group) or not self._may_fit(group):
             return Verdict.LATER
@@ -172,7 +179,7 @@ class Admission:
 
     def _may_run(self, group: Group) -> bool:
         """Whether nothing but room can keep a group from running now."""
-        return not group.has_placeholders and self._has_adapter_slot(group)
+        return not group.has_placeholders and self._gate.is_open(group)
 
     def _may_fit(self, group: Group) -> bool:
         """Whether there are more free blocks than when a group lacked some, or that was long ago."""
@@ -238,16 +245,6 @@ class Admission:
         return group.rank > other.rank or (
             group.rank == other.rank and other.num_overtaken >= self._rules.most_overtaken
         )
-
-    def _has_adapter_slot(self, group: Group) -> bool:
-        adapter, most = group.request.source.adapter, self._rules.max_loras
-        if adapter is None or most is None:
-            return True
-        others = {each.request.source.adapter for each in self._table.running} - {None}
-        if adapter in others or len(others) < most:
-            return True
-        self._counters.choices["skip_adapter"] += 1
-        return False
 
     def _width(self, group: Group) -> int:
         """How many sequences of a group may run now; 0: it must wait.

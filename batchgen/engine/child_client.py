@@ -13,7 +13,14 @@ from batchgen.config import EngineConfig
 from batchgen.engine import wire
 from batchgen.engine.child_process import ChildProcess
 from batchgen.engine.loading import DEFAULT_EXECUTOR
-from batchgen.engine.messages import EngineInfo, EngineProfile, EngineRequest, EngineStats, Limits
+from batchgen.engine.messages import (
+    AdapterInfo,
+    EngineInfo,
+    EngineProfile,
+    EngineRequest,
+    EngineStats,
+    Limits,
+)
 from batchgen.engine.output_processor import OutputProcessor, OutputTokenizer
 from batchgen.errors import EngineError
 from batchgen.outputs import RequestOutput
@@ -161,9 +168,23 @@ class ChildClient:
         """Let the blocks go that a pinned request keeps; False if it keeps none."""
         return bool(self._call("unpin_prefix", request_id))
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter under a name."""
-        self._call("load_adapter", name, path)
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Check a LoRA adapter's files and let requests name it."""
+        loaded: AdapterInfo = self._call("load_adapter", name, path)
+        return loaded
+
+    def unload_adapter(self, name: str) -> bool:
+        """Let no further request name an adapter; whether there was one."""
+        return bool(self._call("unload_adapter", name))
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that requests may name."""
+        known: list[AdapterInfo] = self._call("adapters")
+        return known
+
+    def pin_adapter(self, name: str) -> bool:
+        """Keep an adapter in memory; whether there is one of that name."""
+        return bool(self._call("pin_adapter", name))
 
     def begin_profile(self) -> None:
         """Keep time from now on."""

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from batchgen.engine.messages import EngineInfo, EngineProfile, EngineRequest, EngineStats, Limits
+from batchgen.engine.messages import (
+    AdapterInfo,
+    EngineInfo,
+    EngineProfile,
+    EngineRequest,
+    EngineStats,
+    Limits,
+)
 from batchgen.outputs import RequestOutput
 
 
@@ -65,8 +72,24 @@ class EngineClient(Protocol):
     def unpin_prefix(self, request_id: str) -> bool:
         """Let the blocks go that a pinned request (`is_pinned`) keeps; False if it keeps none."""
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter under a name; another one under the same name is another adapter."""
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Check a LoRA adapter's files and let requests name it.
+
+        Another one under the same name is another adapter: it takes the place of the first for requests that
+        come after, while those in flight end with the one that they began with.
+
+        Raises:
+            ConfigError, ModelError: no such adapter, or one that does not fit this model; says why.
+        """
+
+    def unload_adapter(self, name: str) -> bool:
+        """Let no further request name an adapter; whether there was one. Those in flight end with it."""
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that requests may name, in the order in which they were loaded."""
+
+    def pin_adapter(self, name: str) -> bool:
+        """Keep an adapter in memory until it is unloaded; whether there is one of that name."""
 
     def begin_profile(self) -> None:
         """Keep time from now on."""

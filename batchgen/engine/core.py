@@ -3,32 +3,37 @@
 import logging
 import time
 import weakref
-from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cache, partial
 from itertools import chain
 
 from batchgen.config import EngineConfig, ModelSettings
+from batchgen.engine.adapter_calls import AdapterCalls
+from batchgen.engine.adapters import Adapters
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.detokenizer import Decoder
 from batchgen.engine.info import engine_info
 from batchgen.engine.messages import EngineProfile, EngineRequest, EngineStats, Limits, SampleOutput
 from batchgen.engine.metrics import snapshot
 from batchgen.engine.policy import POLICIES
+from batchgen.engine.pool_warning import warn_of_small_pool
 from batchgen.engine.prefix_cache import cache_root
 from batchgen.engine.profiling import Profiling
 from batchgen.engine.request_table import RequestTable
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.speculation import Speculation
 from batchgen.engine.watchdog import Watchdog
-from batchgen.errors import BatchgenError, ConfigError, EngineError
+from batchgen.errors import BatchgenError, EngineError
 from batchgen.outputs import FailureCode, RowFailure
 from batchgen.worker.executor import Executor
 
 log = logging.getLogger(__name__)
 
+# How long an engine that waits for an adapter's files looks at nothing else.
+_LOOK_S = 0.02
 
-class EngineCore:
+
+class EngineCore(AdapterCalls):
     """One engine: requests go in by `add`, `step` computes and gives back what is new.
 
     Args:
@@ -64,6 +69,8 @@ class EngineCore:
             num_cpu_blocks=loaded.num_cpu_blocks,
             enable_prefix_caching=resolved["enable_prefix_caching"],
         )
+        memory = executor.adapters
+        self._adapters = Adapters(None if memory is None else memory.drop)
         ngram = config.speculative.ngram
         self._scheduler = Scheduler(
             self._blocks,
@@ -82,12 +89,14 @@ class EngineCore:
             decoder=self._tokenizer,
             accepts=executor.accepts,
             continues=loaded.continues,
+            adapters=memory,
+            max_loras=None if memory is None else resolved["max_loras"],
         )
         # The watching thread must not keep the model alive: it knows only the table of requests.
         self._watchdog = Watchdog(partial(_describe_running, self._scheduler.table))
         weakref.finalize(self, self._watchdog.stop)
         log.info("end-of-sequence ids: %s", ", ".join(map(str, eos_token_ids)) or "none")
-        self._warn_of_small_pool()
+        warn_of_small_pool(self.info, self._blocks)
 
     @property
     def has_work(self) -> bool:
@@ -96,15 +105,14 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run is answered by the next `step` with a row failure."""
-        unbuilt = "adapters" if request.adapter is not None else "features" if request.features else None
-        failure = None
-        if unbuilt:
-            failure = RowFailure(
-                FailureCode.INVALID_PARAMETER, f"{unbuilt} are not built yet; leave them out"
-            )
-        else:
-            failure = self._refusal(request)
-        root = cache_root(cache_salt=request.cache_salt, features=request.features, kv_dtype=self._kv_dtype)
+        request, failure = self._with_adapter(request)
+        failure = failure or self._refusal(request)
+        root = cache_root(
+            adapter_hash=b"" if failure or request.adapter is None else bytes.fromhex(request.adapter),
+            cache_salt=request.cache_salt,
+            features=request.features,
+            kv_dtype=self._kv_dtype,
+        )
         self._scheduler.add(request, root, failure)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -158,10 +166,6 @@ class EngineCore:
         """Let the blocks go that a pinned request keeps; False if it keeps none, or none any longer."""
         return self._scheduler.pins.unpin(request_id)
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter."""
-        raise ConfigError(f"adapter {name!r} ({path}): LoRA adapters are not built yet")
-
     def stats(self, with_block_map: bool = False) -> EngineStats:
         """The numbers of this moment."""
         return snapshot(
@@ -201,6 +205,8 @@ class EngineCore:
         plan = self._scheduler.schedule()
         if plan.is_empty:
             outputs = self._scheduler.take_outputs()
+            if not outputs and self.executor.adapters is not None and self.executor.adapters.wait(_LOOK_S):
+                return outputs
             self._num_idle += 1
             # One empty step may only have made room for the next.
             if self._num_idle > 2 and not outputs and self._scheduler.has_work:
@@ -218,6 +224,7 @@ class EngineCore:
             self._watchdog.end()
         outputs = self._scheduler.update(result)
         self._scheduler.step_ended(plan, result, time.perf_counter() - started)
+        self._drop_adapters()
         return outputs
 
     def shutdown(self) -> None:
@@ -228,6 +235,8 @@ class EngineCore:
     def _refusal(self, request: EngineRequest) -> RowFailure | None:
         """Why this engine cannot do what a request asks, whatever its prompt; None if it can."""
         params = request.params
+        if request.features:
+            return RowFailure(FailureCode.INVALID_PARAMETER, "features are not built yet; leave them out")
         if request.is_pinned and not self._blocks.enable_prefix_caching:
             return RowFailure(
                 FailureCode.INVALID_PARAMETER, "a prefix can be pinned only with enable_prefix_caching: true"
@@ -262,19 +271,6 @@ class EngineCore:
         log.error("%s; it is given up", message)
         table.fail(head.request, RowFailure(FailureCode.ENGINE_ERROR, message))
         return self._scheduler.take_outputs()
-
-    def _warn_of_small_pool(self) -> None:
-        size, longest = self.info.block_size, self.info.max_model_len
-        lengths = range(0, longest + size, size)
-        capacity = lengths[bisect_right(lengths, self.info.num_blocks, key=self._blocks.blocks_for) - 1]
-        if capacity < self.info.max_model_len:
-            log.warning(
-                "the KV cache holds %d tokens, fewer than max_model_len (%d): a longer sequence ends with an "
-                "error; give it more memory (kv_cache_memory_bytes, gpu_memory_utilization or "
-                "num_gpu_blocks_override) or lower max_model_len",
-                capacity,
-                self.info.max_model_len,
-            )
 
 
 def _load_tokenizer(settings: ModelSettings) -> Decoder:

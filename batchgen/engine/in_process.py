@@ -4,7 +4,14 @@ import time
 from collections.abc import Sequence
 
 from batchgen.engine.core import EngineCore
-from batchgen.engine.messages import EngineInfo, EngineProfile, EngineRequest, EngineStats, Limits
+from batchgen.engine.messages import (
+    AdapterInfo,
+    EngineInfo,
+    EngineProfile,
+    EngineRequest,
+    EngineStats,
+    Limits,
+)
 from batchgen.engine.output_processor import OutputProcessor, OutputTokenizer
 from batchgen.outputs import RequestOutput
 
@@ -91,9 +98,21 @@ class InProcessClient:
         """Let the blocks go that a pinned request keeps; False if it keeps none."""
         return self._core.unpin_prefix(request_id)
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter under a name."""
-        self._core.load_adapter(name, path)
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Check a LoRA adapter's files and let requests name it."""
+        return self._core.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> bool:
+        """Let no further request name an adapter; whether there was one."""
+        return self._core.unload_adapter(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that requests may name."""
+        return self._core.adapters()
+
+    def pin_adapter(self, name: str) -> bool:
+        """Keep an adapter in memory; whether there is one of that name."""
+        return self._core.pin_adapter(name)
 
     def begin_profile(self) -> None:
         """Keep time from now on."""

@@ -46,7 +46,8 @@ class EngineRequest:
         seed: 64-bit key of the request's random stream; sample and position are mixed in by the sampler.
         prompt: the text, only to be handed back in the RequestOutput.
         streams: whether tokens are wanted as they come (a stop string, a live reader); else only at the end.
-        features, adapter, cache_salt, priority: see DESIGN; part of the prefix-cache root or the queue order.
+        adapter: name of a loaded LoRA adapter; None for the base model.
+        features, cache_salt, priority: see DESIGN; part of the prefix-cache root or the queue order.
         bad_words: token id sequences that `params.bad_words` stands for.
         is_pinned: the full blocks of its prompt stay in the prefix cache until unpinned, or until nothing
             else could run; nothing is drawn.
@@ -67,6 +68,29 @@ class EngineRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()
     is_pinned: bool = False
     serial: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """A LoRA adapter that requests may name.
+
+    Args:
+        name: by which they do.
+        path: where its files are, as it was given.
+        content_hash: of all that its results depend on, in hex; equal for equal adapters of any name.
+        rank: the largest of its modules.
+        num_modules: modules that it changes.
+        num_bytes: of its tensors in the file.
+        warnings: what is odd about it.
+    """
+
+    name: str
+    path: str
+    content_hash: str
+    rank: int = 0
+    num_modules: int = 0
+    num_bytes: int = 0
+    warnings: tuple[str, ...] = ()
 
 
 class RequestTimes(NamedTuple):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from batchgen.engine.adapter_gate import AdapterGate
 from batchgen.engine.admission import Admission
 from batchgen.engine.beam_group import Accepts, BeamGroups, Beams
 from batchgen.engine.block_manager import BlockManager
@@ -28,6 +29,7 @@ from batchgen.engine.step import StepBuilder
 from batchgen.engine.swap import Swapper
 from batchgen.errors import EngineError
 from batchgen.outputs import RowFailure
+from batchgen.worker.executor import AdapterMemory
 
 
 class Scheduler:
@@ -52,6 +54,7 @@ class Scheduler:
         block_bytes: size of a block in host memory.
         clock: seconds; for tests.
         continues: whether steps may name sequences that go on (`SchedulerOutput.continued`).
+        adapters: where adapters are brought before sequences with them run.
         rules: see `Rules`.
     """
 
@@ -71,6 +74,7 @@ class Scheduler:
         block_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         continues: bool = False,
+        adapters: AdapterMemory | None = None,
         **rules: Any,
     ):
         self.blocks = blocks
@@ -97,6 +101,7 @@ class Scheduler:
         self._chunks = Chunks(self.rules, self.table)
         self._delay = PromptDelay(self.rules, self.table, clock)
         self._running = RunningPass(blocks, self.table, self._preemption, self.pins, self._chunks)
+        self._gate = AdapterGate(self.rules, self.table, self.counters, adapters)
         self._admission = Admission(
             self.rules,
             blocks,
@@ -108,6 +113,7 @@ class Scheduler:
             self._delay,
             self._running.run,
             clock,
+            self._gate,
         )
         beams = BeamGroups(self.table, self.counters, accepts)
         self._intake = Intake(self.table, self.pins, self.counters, beams, self.drafting)
@@ -173,6 +179,7 @@ class Scheduler:
         """Put together the next step; it is empty when nothing can be computed now."""
         self._chunks.begin_step()
         self._delay.begin_step()
+        self._gate.begin_step()
         step = StepBuilder(
             self.rules.max_num_batched_tokens,
             self.blocks,

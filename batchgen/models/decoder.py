@@ -1,24 +1,34 @@
 """Decoder: the one stack of pre-norm attention and gated-MLP layers that all families here share."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.lora import LoraSegments
 from batchgen.kernels.ops import Activation, Kernels
 from batchgen.layers.embedding import Embedding
-from batchgen.layers.linear import LMHead, MergedLinear, QKVLinear, RowLinear
-from batchgen.layers.norm import RMSNorm
+from batchgen.layers.linear import LMHead, QKVLinear
 from batchgen.layers.parallel import ParallelContext
 from batchgen.layers.rotary import RotaryEmbedding
+from batchgen.models.adapter_lane import AdapterLane, StepAdapters
 from batchgen.models.decoder_layer import DecoderLayer, Linear, WeightTarget, input_bits
 from batchgen.models.kv_layout import KVLayout, kv_layout
+from batchgen.models.layer_maker import LayerMaker
 from batchgen.models.model_config import ModelConfig
 from batchgen.models.recorded import RecordedForward
 from batchgen.models.workspace import Activations, InputRoom, Workspace
 from batchgen.quantization.base import LinearMethod
 from batchgen.quantization.rotation import Rotation
+
+
+class AdaptedHead(Protocol):
+    """What adapters do to what the head gives."""
+
+    def add(self, x: Activation, segments: LoraSegments, whole_slots: tuple[int, ...], out: Tensor) -> None:
+        """Change logits [R, V] of inputs [R, E] in place."""
 
 
 class Decoder:
@@ -68,14 +78,18 @@ class Decoder:
             "model.embed_tokens", c.vocab_size, c.hidden_size, self.parallel, kernels, self.dtype, device,
             head=self.head if shares_table else None,
         )  # fmt: skip
+        self.lane = AdapterLane()
+        self._embed: Callable[[Tensor, Tensor], Tensor] = self.embedding
+        self._adapted_head: AdaptedHead | None = None
         self._targets["model.embed_tokens"] = (self.embedding, 0)
         if not shares_table:
             self._targets["lm_head"] = (self.head, 0)
         self._rotary = (
             RotaryEmbedding(c.rope, max_len, kernels, device, rope_divisors) if any(c.uses_rope) else None
         )
-        self.layers = [self._make_layer(index, self._rotary) for index in range(c.num_layers)]
-        self.norm = self._make_norm("model.norm", c.hidden_size)
+        maker = LayerMaker(c, kernels, method, self.parallel, device, self._targets)
+        self.layers = [maker.layer(index, self._rotary) for index in range(c.num_layers)]
+        self.norm = maker.norm("model.norm", c.hidden_size)
         qkv = self._targets["model.layers.0.self_attn.q_proj"][0]
         assert isinstance(qkv, QKVLinear)
         self._workspace = Workspace(
@@ -110,6 +124,11 @@ class Decoder:
             layer.gate_up = wrap(f"{place}.mlp.gate_up_proj", layer.gate_up)
             layer.down = wrap(f"{place}.mlp.down_proj", layer.down)
 
+    def adapt_ends(self, embed: Callable[[Tensor, Tensor], Tensor], head: "AdaptedHead") -> None:
+        """Put something around the embedding, and say what adapters add to what the head gives."""
+        self.recorded.forget()
+        self._embed, self._adapted_head = embed, head
+
     def bind_kv(self, caches: Sequence[LayerKV]) -> None:
         """Give every layer its cache; there is one for each place of `kv_layout`."""
         self.recorded.forget()
@@ -138,6 +157,7 @@ class Decoder:
         *,
         inputs_embeds: Tensor | None = None,
         rows: Tensor | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Run the layers over the tokens of a step, writing their keys and values to the cache.
 
@@ -148,17 +168,19 @@ class Decoder:
             inputs_embeds: [T, E], in place of the embedding's rows.
             rows: [R] int64, the tokens whose hidden state is wanted; None for all. What only the others need
                 is not computed.
+            adapters: which slots the tokens belong to, where layers have slots; None: none to any.
 
         Returns: final normed hidden states, [R, E] or [T, E].
         """
         work = self._workspace.activations(positions.shape[-1])
         residual = work.residual
+        self.lane.begin(adapters)
         if inputs_embeds is not None:
             turned = inputs_embeds if self.rotation is None else self.rotation.inputs(inputs_embeds)
             residual.copy_(turned)
         else:
             assert token_ids is not None
-            self.embedding(token_ids, residual)
+            self._embed(token_ids, residual)
         following = [*self.layers[1:], None]
         first = self.layers[0]
         normed = first.input_norm(residual, work.normed.of(input_bits(first.qkv)))
@@ -166,6 +188,7 @@ class Decoder:
             attended = self._attend(layer, normed, positions, metas[layer.group], work)
             if after is None and rows is not None:
                 work, attended, residual = self._pick(attended, residual, rows)
+                self.lane.segments = None if adapters is None else adapters.rows
             hidden = layer.output(self._as_input(attended, layer.output, work.attended), work.hidden)
             normed = layer.post_norm.add(hidden, residual, work.normed.of(input_bits(layer.gate_up)))
             wide = layer.gate_up(normed, work.wide)
@@ -174,19 +197,40 @@ class Decoder:
             if after is not None:
                 normed = after.input_norm.add(hidden, residual, work.normed.of(input_bits(after.qkv)))
         normed = self.norm.add(hidden, residual, work.normed.floats)
+        self.lane.begin(None)
         assert isinstance(normed, Tensor)
         return normed
 
     def run(
-        self, token_ids: Tensor, positions: Tensor, metas: Sequence[AttentionMeta], rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metas: Sequence[AttentionMeta],
+        rows: Tensor,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """The same as `forward`, from a recording of it where the kernels can make one."""
-        return self.recorded.run(self, token_ids, positions, metas, rows)
+        return self.recorded.run(self, token_ids, positions, metas, rows, adapters)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of final hidden states: [R, E] -> [R, V] in the activations' dtype."""
+    def logits(
+        self,
+        hidden: Tensor,
+        segments: LoraSegments | None = None,
+        whole_slots: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Logits of final hidden states: [R, E] -> [R, V] in the activations' dtype.
+
+        Args:
+            hidden: of some rows.
+            segments: which slots they belong to, if an adapter in any of these changes the head.
+            whole_slots: see `StepAdapters`.
+        """
         room = self._workspace.activations(hidden.shape[0]).normed
-        return self.head(self._as_input(hidden, self.head, room), self._workspace.logits(hidden.shape[0]))
+        x = self._as_input(hidden, self.head, room)
+        logits = self.head(x, self._workspace.logits(hidden.shape[0]))
+        if segments is not None and self._adapted_head is not None:
+            self._adapted_head.add(x, segments, whole_slots, logits)
+        return logits
 
     def drawn(
         self,
@@ -241,45 +285,3 @@ class Decoder:
         self.kernels.store_kv(key, value, layer.kv, meta.slot_mapping)
         self.kernels.attention(query, layer.kv, meta, self._scale, window=layer.window, out=work.heads)
         return work.attended.floats
-
-    def _make_layer(self, index: int, rotary: RotaryEmbedding | None) -> DecoderLayer:
-        c, place, parallel = self.config, f"model.layers.{index}", self.parallel
-        qkv = QKVLinear(
-            f"{place}.self_attn.qkv_proj", self.method, parallel,
-            c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.qkv_bias,
-        )  # fmt: skip
-        output = RowLinear(
-            f"{place}.self_attn.o_proj", self.method, parallel,
-            c.num_heads * c.head_dim, (c.hidden_size,), c.output_bias,
-        )  # fmt: skip
-        gate_up = MergedLinear(
-            f"{place}.mlp.gate_up_proj", self.method, parallel,
-            c.hidden_size, (c.intermediate_size, c.intermediate_size), c.mlp_bias,
-        )  # fmt: skip
-        down = RowLinear(
-            f"{place}.mlp.down_proj", self.method, parallel, c.intermediate_size, (c.hidden_size,), c.mlp_bias
-        )
-        for part, name in enumerate(("q_proj", "k_proj", "v_proj")):
-            self._targets[f"{place}.self_attn.{name}"] = (qkv, part)
-        for part, name in enumerate(("gate_proj", "up_proj")):
-            self._targets[f"{place}.mlp.{name}"] = (gate_up, part)
-        self._targets[f"{place}.self_attn.o_proj"] = (output, 0)
-        self._targets[f"{place}.mlp.down_proj"] = (down, 0)
-        has_norms = c.family.qk_norm
-        return DecoderLayer(
-            input_norm=self._make_norm(f"{place}.input_layernorm", c.hidden_size),
-            qkv=qkv,
-            output=output,
-            post_norm=self._make_norm(f"{place}.post_attention_layernorm", c.hidden_size),
-            gate_up=gate_up,
-            down=down,
-            window=c.windows[index],
-            rotary=rotary if c.uses_rope[index] else None,
-            query_norm=self._make_norm(f"{place}.self_attn.q_norm", c.head_dim) if has_norms else None,
-            key_norm=self._make_norm(f"{place}.self_attn.k_norm", c.head_dim) if has_norms else None,
-        )
-
-    def _make_norm(self, name: str, size: int) -> RMSNorm:
-        norm = RMSNorm(name, size, self.config.norm_eps, self.kernels, self.dtype, self.device)
-        self._targets[name] = (norm, 0)
-        return norm

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from batchgen.kernels.kv import AttentionMeta
+from batchgen.kernels.lora import LoraSegments
 from batchgen.kernels.program import Program, StepSizes
+from batchgen.models.adapter_lane import StepAdapters
 
 if TYPE_CHECKING:
     from batchgen.models.decoder import Decoder
@@ -36,7 +38,8 @@ class RecordedForward:
     """
 
     def __init__(self) -> None:
-        self._recording: _Recording | None = None
+        # Steps without any adapter run a program that knows of none.
+        self._recordings: dict[bool, _Recording] = {}
         self._is_possible = True
         self._is_measured = False
         # Seconds by kind of operation, of recordings that are gone.
@@ -45,7 +48,7 @@ class RecordedForward:
     @property
     def is_recorded(self) -> bool:
         """Whether a recording is there."""
-        return self._recording is not None
+        return bool(self._recordings)
 
     def forget(self) -> None:
         """Let go of the recording: what it was made of is about to change, or its memory is wanted."""
@@ -56,8 +59,8 @@ class RecordedForward:
         """Keep time from now on."""
         self._is_measured = True
         self._spent.clear()
-        if self._recording is not None:
-            self._recording.program.measure()
+        for recording in self._recordings.values():
+            recording.program.measure()
 
     def end_profile(self) -> dict[str, float]:
         """Seconds since `begin_profile` by kind of operation; those of passes that were recorded."""
@@ -73,36 +76,52 @@ class RecordedForward:
         positions: Tensor,
         metas: Sequence[AttentionMeta],
         rows: Tensor,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Final hidden states of some tokens: see `Decoder.forward`."""
         sizes = StepSizes(token_ids.shape[0], rows.shape[0], *metas[0].block_tables.shape)
         # A chunk of a prompt that does not end in it wants no rows.
         is_whole = sizes.tokens > 0 and sizes.table_width > 0
-        if self._is_possible and positions.dim() == 1 and is_whole:
-            if self._recording is None or not self._recording.holds(sizes):
-                self._recording = self._record(model, sizes, len(metas))
-            if self._recording is not None:
-                return self._recording.run(token_ids, positions, metas, rows, sizes)
-        return model.forward(token_ids, positions, metas, rows=rows)
+        is_plain = adapters is None or not adapters.whole_slots
+        if self._is_possible and positions.dim() == 1 and is_whole and is_plain:
+            recording = self._recordings.get(adapters is not None)
+            if recording is None or not recording.holds(sizes):
+                recording = self._record(model, sizes, len(metas), adapters)
+            if recording is not None:
+                return recording.run(token_ids, positions, metas, rows, sizes, adapters)
+        return model.forward(token_ids, positions, metas, rows=rows, adapters=adapters)
 
-    def _record(self, model: "Decoder", wanted: StepSizes, num_groups: int) -> "_Recording | None":
-        before = self._recording
-        # The old one's memory is free for the new one.
-        self._drop()
+    def _record(
+        self, model: "Decoder", wanted: StepSizes, num_groups: int, adapters: StepAdapters | None
+    ) -> "_Recording | None":
+        before = next(iter(self._recordings.values()), None)
+        if before is not None and before.holds(wanted):
+            # Of the other kind: the two share the memory of activations.
+            most = before.most
+        else:
+            most = _capacity(wanted, before)
+            # The old ones' memory is free for the new one.
+            self._drop()
+        num_slots = None if adapters is None else adapters.tokens.starts.shape[0] - 1
         try:
-            found = _Recording.make(model, _capacity(wanted, before), num_groups)
+            found = _Recording.make(model, most, num_groups, num_slots)
         except NotRecordable as reason:
             log.info("the forward pass runs operation by operation: %s", reason)
             found = None
         self._is_possible = found is not None
-        if found is not None and self._is_measured:
+        if found is None:
+            self._drop()
+            return None
+        if self._is_measured:
             found.program.measure()
+        self._recordings[adapters is not None] = found
         return found
 
     def _drop(self) -> None:
-        if self._recording is not None and self._is_measured:
-            self._spent.update(self._recording.program.profile())
-        self._recording = None
+        if self._is_measured:
+            for recording in self._recordings.values():
+                self._spent.update(recording.program.profile())
+        self._recordings.clear()
 
 
 class NotRecordable(Exception):
@@ -128,12 +147,22 @@ class _Recording:
     positions: Tensor
     rows: Tensor
     metas: list[AttentionMeta]
+    adapters: StepAdapters | None
     hidden: Tensor
     part: _Part
 
     @staticmethod
-    def make(model: "Decoder", most: StepSizes, num_groups: int) -> "_Recording | None":
-        """Record a pass over placeholders that are as large as any step may be."""
+    def make(
+        model: "Decoder", most: StepSizes, num_groups: int, num_slots: int | None = None
+    ) -> "_Recording | None":
+        """Record a pass over placeholders that are as large as any step may be.
+
+        Args:
+            model: whose pass it is.
+            most: sizes of any step.
+            num_groups: of KV blocks.
+            num_slots: of adapters; None for a pass without.
+        """
         if model.parallel.size > 1:
             raise NotRecordable(f"{model.parallel.size} ranks exchange results within it")
 
@@ -155,17 +184,23 @@ class _Recording:
             )
             for _ in range(num_groups)
         ]
+        adapters = None
+        if num_slots is not None:
+            adapters = StepAdapters(
+                LoraSegments(numbers(most.tokens), numbers(num_slots + 1)),
+                LoraSegments(numbers(most.rows), numbers(num_slots + 1)),
+            )
         found: list[Tensor] = []
 
         def build() -> None:
             with _KernelsOnly():  # type: ignore[no-untyped-call]
-                found.append(model.forward(token_ids, positions, metas, rows=rows))
+                found.append(model.forward(token_ids, positions, metas, rows=rows, adapters=adapters))
 
         program = model.kernels.record(build, most)
         if program is None:
             return None
         nothing = _Part(StepSizes(0, 0, 0, 0), [], found[0])
-        return _Recording(program, most, token_ids, positions, rows, metas, found[0], nothing)
+        return _Recording(program, most, token_ids, positions, rows, metas, adapters, found[0], nothing)
 
     def holds(self, sizes: StepSizes) -> bool:
         """Whether a step of these sizes can run."""
@@ -178,6 +213,7 @@ class _Recording:
         metas: Sequence[AttentionMeta],
         rows: Tensor,
         sizes: StepSizes,
+        adapters: StepAdapters | None,
     ) -> Tensor:
         """Copy a step's numbers in and run."""
         if sizes != self.part.sizes:
@@ -186,6 +222,8 @@ class _Recording:
         given = [token_ids, positions, rows, first.query_start_loc, first.seq_lens]
         for meta in metas:
             given += (meta.slot_mapping, meta.block_tables)
+        if adapters is not None:
+            given += _numbers_of(adapters)
         for own, values in zip(inputs, given, strict=True):
             own.copy_(values)
         self.program.run(sizes)
@@ -204,7 +242,15 @@ class _Recording:
             # Rows of the tables lie one after the other in a step, however wide they are.
             entries = meta.block_tables.view(-1)[: sizes.sequences * sizes.table_width]
             inputs += (meta.slot_mapping[: sizes.tokens], entries.view(sizes.sequences, sizes.table_width))
+        if self.adapters is not None:
+            of_tokens, token_starts, of_rows, row_starts = _numbers_of(self.adapters)
+            inputs += (of_tokens[: sizes.tokens], token_starts, of_rows[: sizes.rows], row_starts)
         return _Part(sizes, inputs, self.hidden[: sizes.rows])
+
+
+def _numbers_of(adapters: StepAdapters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, rows = adapters.tokens, adapters.rows
+    return tokens.rows, tokens.starts, rows.rows, rows.starts
 
 
 def _capacity(wanted: StepSizes, before: _Recording | None) -> StepSizes:

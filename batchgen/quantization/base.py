@@ -12,6 +12,9 @@ from batchgen.errors import UnsupportedModelError, WeightsError
 from batchgen.kernels.ops import Activation, Kernels, PackedLinear, Quantized
 from batchgen.registry import Registry
 
+# Made-up tokens that layers' inputs are seen from.
+_NUM_TOKENS = 512
+
 
 class PartError(WeightsError):
     """Tensors of a module do not fit together; the message names one by what it is to the module."""
@@ -80,12 +83,9 @@ class LinearMethod(ABC):
         name: of the checkpoint, for messages.
 
     Attributes:
-        at_load: whether it rounds the float weights of any checkpoint itself, rather than reading a
-            checkpoint of its own form.
         has_rows: whether `rows` is built, so that a tied embedding needs no table of its own.
         wants_rotation: whether a rotated residual stream makes its results better.
-        wants_mean_inputs: whether it rounds weights better when it knows what a layer sees on average.
-        mean_inputs: name of a layer -> the mean of its inputs, float64 [K], as far as they are known.
+        wants_inputs: whether it rounds weights better when it knows what a layer sees.
     """
 
     # Ends of names of tensors that a checkpoint of its form holds beside the weights, and nobody here needs.
@@ -93,10 +93,9 @@ class LinearMethod(ABC):
     # What is added to the name of a tensor gives the names of those beside it; where one of these is there,
     # the tensor holds bytes, whatever its dtype.
     beside_bytes: ClassVar[tuple[str, ...]] = ()
-    at_load: ClassVar[bool] = False
     has_rows: ClassVar[bool] = False
     wants_rotation: ClassVar[bool] = False
-    wants_mean_inputs: ClassVar[bool] = False
+    wants_inputs: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -108,7 +107,6 @@ class LinearMethod(ABC):
     ):
         self.kernels, self.dtype, self.device = kernels, dtype, device
         self.config, self.name = dict(config or {}), name
-        self.mean_inputs: dict[str, Tensor] = {}
 
     def of(self, name: str) -> "LinearMethod":
         """The method of the layer of that name; a checkpoint may hold some in another form than the rest.
@@ -129,6 +127,14 @@ class LinearMethod(ABC):
     def input_bits(self, shape: LinearShape) -> int | None:
         """In which form the layer wants its input: None for floats, else the bits of a `Quantized`."""
         return None
+
+    def made_up_texts(self, vocab_size: int, most: int) -> list[list[int]]:
+        """Token ids that run through a model to show its layers' inputs; in a text at most so many."""
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(0, vocab_size, (min(_NUM_TOKENS, most),), generator=generator).tolist()]
+
+    def see_inputs(self, shape: LinearShape, x: Tensor) -> None:  # noqa: B027
+        """Be shown what the layer multiplies, float [T, K], before its weights are loaded."""
 
     @abstractmethod
     def create_weights(self, shape: LinearShape) -> Any:
@@ -190,9 +196,10 @@ class LinearMethod(ABC):
         raise NotImplementedError(type(self).__name__)
 
 
-# By the checkpoint's own `quant_method` or, if `at_load`, by the setting `quantization`; "none" is float
-# weights.
+# By the checkpoint's own `quant_method`; "none" is float weights.
 METHODS: Registry[type[LinearMethod]] = Registry("quantization method", "batchgen.quantization")
+# By the setting `quantization`: what is made of the weights of any checkpoint that is not quantized.
+AT_LOAD: Registry[type[LinearMethod]] = Registry("quantization", "batchgen.quantization")
 
 
 def method_for(
@@ -209,11 +216,10 @@ def method_for(
         UnsupportedModelError: a scheme that is not built, by name, or one on top of another.
     """
     quant_method = "none" if quantization is None else quantization.get("quant_method")
-    readable = [method for method in METHODS if not METHODS.get(method).at_load]
-    if quant_method not in readable:
+    if not isinstance(quant_method, str) or quant_method not in METHODS:
         raise UnsupportedModelError(
             f"{name}: the checkpoint is quantized ({quant_method or 'without a quant_method'!r}), which is "
-            f"not built (built: {', '.join(readable)}); take the unquantized model or a GGUF file"
+            f"not built (built: {', '.join(METHODS)}); take the unquantized model or a GGUF file"
         )
     if wanted is None:
         return METHODS.get(quant_method)
@@ -222,4 +228,4 @@ def method_for(
             f"{name}: quantization: {wanted} rounds float weights, but the checkpoint is quantized already "
             f"({quant_method!r}); leave quantization out"
         )
-    return METHODS.get(wanted)
+    return AT_LOAD.get(wanted)

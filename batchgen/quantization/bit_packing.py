@@ -1,4 +1,4 @@
-"""Numbers of a few bits out of the integers that checkpoints hold them in."""
+"""Numbers of a few bits out of the integers that checkpoints hold them in, and into them."""
 
 import torch
 from torch import Tensor
@@ -19,6 +19,22 @@ def unpack_stream(words: Tensor, bits: int, dim: int, count: int | None = None) 
     else:
         unpacked = _straddling(moved, bits)
     return unpacked[..., :count].movedim(-1, dim)
+
+
+def pack_stream(numbers: Tensor, bits: int, dim: int) -> Tensor:
+    """Words of 32 bits with the numbers one after the other along a dimension, the lowest bits first.
+
+    Shapes: numbers uint8 [..., count, ...] of 1, 2, 4 or 8 bits -> int32 [..., W, ...]; the last word is
+    filled up with zeros.
+    """
+    moved = numbers.movedim(dim, -1)
+    moved = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % (32 // bits)))
+    parts = moved.reshape(*moved.shape[:-1], -1, 8 // bits)
+    stored = parts[..., 0].clone()
+    for place in range(1, 8 // bits):
+        stored |= parts[..., place] << bits * place
+    words: Tensor = stored.contiguous().view(torch.int32).movedim(-1, dim).contiguous()
+    return words
 
 
 def unpack_words(words: Tensor, bits: int, dim: int, count: int) -> Tensor:

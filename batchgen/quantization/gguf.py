@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from batchgen.errors import WeightsError
 from batchgen.kernels.coded import Coded
-from batchgen.quantization.base import BY_NEITHER, BY_OUTPUT_AND_INPUT, METHODS, ParameterLayout
+from batchgen.quantization.base import AT_LOAD, BY_NEITHER, BY_OUTPUT_AND_INPUT, ParameterLayout
 from batchgen.quantization.stored import Scheme, Stored
 
 # What a block's bytes hold: uint8 [..., bytes] -> codes [..., values], scales and, if there are, least values
@@ -187,7 +187,7 @@ class BlockScheme:
         return coded
 
 
-@METHODS.register("gguf")
+@AT_LOAD.register("gguf")
 class KeptBlocks(Stored):
     """Weights of a GGUF file in their blocks. `config["modules"]` are those that it holds so."""
 

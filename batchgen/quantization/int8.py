@@ -8,14 +8,16 @@ stands in docs/decisions/0003-int8.md.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from batchgen.kernels.ops import Activation, PackedLinear, Quantized
-from batchgen.quantization.base import METHODS, LinearMethod, LinearShape, ParameterLayout
+from batchgen.kernels.ops import Activation, Kernels, PackedLinear, Quantized
+from batchgen.quantization.base import AT_LOAD, LinearMethod, LinearShape, ParameterLayout
 from batchgen.quantization.float_tensors import check_float_tensor, float_layouts
+from batchgen.quantization.seen_inputs import mean_of
 
 # A gated product has outliers that no rotation of the residual stream reaches.
 _INPUT_BITS = {"down_proj": 16}
@@ -38,13 +40,23 @@ class IntegerWeights:
     packed: PackedLinear | None = None
 
 
-@METHODS.register("int8")
+@AT_LOAD.register("int8")
 class Int8(LinearMethod):
     """Weights of 8 bits, activations of 8 or 16."""
 
-    at_load = True
     wants_rotation = True
-    wants_mean_inputs = True
+    wants_inputs = True
+
+    def __init__(
+        self, kernels: Kernels, dtype: torch.dtype, device: torch.device,
+        config: Mapping[str, Any] | None = None, name: str = "",
+    ):  # fmt: skip
+        super().__init__(kernels, dtype, device, config, name)
+        self.mean_inputs: dict[str, Tensor] = {}
+
+    @override
+    def see_inputs(self, shape: LinearShape, x: Tensor) -> None:
+        self.mean_inputs[shape.name] = mean_of(x)
 
     @override
     def layouts(self, shape: LinearShape) -> Mapping[str, ParameterLayout]:

@@ -5,6 +5,8 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +16,10 @@ from batchgen.kernels.cpu.build import isa_cap
 from batchgen.version import __version__
 
 _CGROUP = Path("/sys/fs/cgroup")
+# glibc's parameters (malloc.h): from which size memory is asked of the system for itself, and up to how much
+# that is free is kept. Afterwards: the most that glibc learns by itself.
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_KEPT_WHILE_LOADING, _KEPT_AFTERWARDS = 256 << 10, 32 << 20
 
 
 def pick_device(wanted: str) -> tuple[torch.device, str]:
@@ -85,6 +91,28 @@ def hand_back_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         if trim is not None:
             trim(0)
+
+
+@contextmanager
+def frugal_memory() -> Iterator[None]:
+    """Within it freed memory goes back to the operating system at once, where glibc would keep it.
+
+    Its allocator learns from each tensor that is freed to keep the next ones of that size, in pieces that do
+    not fit later: the way of a model's weights would take as much as the model. Afterwards it keeps them, as
+    it would have learned.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+
+    def keep_below(num_bytes: int) -> None:
+        if mallopt is not None:
+            mallopt(_MMAP_THRESHOLD, num_bytes)
+            mallopt(_TRIM_THRESHOLD, 2 * num_bytes)
+
+    keep_below(_KEPT_WHILE_LOADING)
+    try:
+        yield
+    finally:
+        keep_below(_KEPT_AFTERWARDS)
 
 
 def environment(

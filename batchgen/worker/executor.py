@@ -1,11 +1,13 @@
 """Executor: the seam between the engine core, which has no torch, and the ranks that compute."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from batchgen.engine.messages import AdapterInfo
 from batchgen.engine.scheduler_output import DrawRules, SchedulerOutput, StepResult
 from batchgen.kernels.ceilings import Ceilings
+from batchgen.outputs import RowFailure
 from batchgen.sampling_params import SamplingParams
 
 
@@ -62,10 +64,51 @@ class ExecutorProfile:
     measuring_s: float = 0.0
 
 
+class AdapterMemory(Protocol):
+    """The adapters that an executor can compute with; known by their content hash, in hex.
+
+    Their files are read in the background, between steps at most pointers are put. An adapter that is
+    `want`ed in a step stays in memory at least until the next one is planned.
+    """
+
+    def load(self, name: str, path: str) -> AdapterInfo:
+        """Check an adapter's files and know its content from now on.
+
+        Raises:
+            ConfigError, ModelError: no such adapter, or one that does not fit; says why.
+        """
+
+    def drop(self, adapter: str) -> None:
+        """Know an adapter no longer, and free its memory. No sequence computes with it any more."""
+
+    def pin(self, adapter: str) -> None:
+        """Keep an adapter in memory until it is dropped.
+
+        Raises:
+            ConfigError: no memory would be left for others.
+        """
+
+    def begin_step(self, running: Collection[str]) -> None:
+        """A step is about to be planned, in which the sequences with these adapters may compute."""
+
+    def want(self, adapter: str) -> bool | RowFailure:
+        """Whether an adapter is in memory; if not it is brought there, as soon as others leave room.
+
+        A failure says why it cannot be had any more.
+        """
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until one that is on its way has arrived; False, at once, if none is."""
+
+
 class Executor(Protocol):
     """Runs steps on every rank."""
 
     info: ExecutorInfo
+
+    @property
+    def adapters(self) -> AdapterMemory | None:
+        """Those that sequences may be computed with; None where there are no slots for any."""
 
     def execute(self, step: SchedulerOutput) -> StepResult:
         """Swap and copy blocks, write KV, run the model, draw. Blocks until the tokens are known."""

@@ -21,6 +21,7 @@ from batchgen.engine.scheduler_output import (
 from batchgen.errors import EngineError
 from batchgen.kernels.kv import AttentionMeta
 from batchgen.worker.device import is_host
+from batchgen.worker.row_slots import RowSlots
 from batchgen.worker.steady_batch import SteadyBatch
 from batchgen.worker.step_parts import (
     UNKNOWN,
@@ -34,6 +35,8 @@ from batchgen.worker.step_parts import (
     joined_parts,
     widened_tables,
 )
+
+_NO_SLOTS: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
@@ -49,6 +52,7 @@ class InputBatch:
         scores: (seq_id, prompt tokens to be scored); each target has a row of its own.
         num_score_rows: how many of the R rows are theirs.
         part: the arrays of all sequences; on the host the tensors are their memory.
+        slots: which of the rows belong to which adapter's slot; None: none to any.
     """
 
     token_ids: Tensor
@@ -60,6 +64,7 @@ class InputBatch:
     scores: list[tuple[int, PromptScores]]
     num_score_rows: int
     part: StepPart
+    slots: RowSlots | None = None
 
 
 @dataclass(slots=True)
@@ -86,16 +91,22 @@ class BatchBuilder:
         block_size: B.
         num_groups: KV groups.
         device: of the tensors.
+        num_slots: of adapters.
     """
 
-    def __init__(self, *, block_size: int, num_groups: int, device: torch.device):
+    def __init__(self, *, block_size: int, num_groups: int, device: torch.device, num_slots: int = 0):
         self._block_size = block_size
         self._num_groups = num_groups
         self._device = device
+        self._num_slots = num_slots
         self._last: _Layout | None = None
 
     def build(
-        self, step: SchedulerOutput, newest: Mapping[int, int], drawn: Sequence[int | None] = ()
+        self,
+        step: SchedulerOutput,
+        newest: Mapping[int, int],
+        drawn: Sequence[int | None] = (),
+        slots: Mapping[str, int] = _NO_SLOTS,
     ) -> InputBatch:
         """Lay a step's sequences out one after the other.
 
@@ -103,6 +114,7 @@ class BatchBuilder:
             step: from the scheduler; no sequence without tokens.
             newest: seq_id -> the token it drew last, for token ids that the scheduler did not know yet.
             drawn: what the step before drew, in the order of its rows.
+            slots: those of the adapters of `step.sequences`.
 
         Raises:
             EngineError: a token id that nobody knows, a sequence without tokens, a token without a block,
@@ -120,7 +132,7 @@ class BatchBuilder:
             num_continued = len(step.continued.rows)
         wanted = WantedLogits(num_continued)
         if step.sequences or not parts:
-            parts.append(self._fresh(step.sequences, newest, wanted))
+            parts.append(self._fresh(step.sequences, newest, wanted, slots))
         part = parts[0] if len(parts) == 1 else joined_parts(*parts)
         of_draws = np.array(wanted.sequence_of_sample, dtype=np.int64)
         if num_continued:
@@ -132,6 +144,13 @@ class BatchBuilder:
         self._last = _Layout(step.step, part, of_draws, steady)
         return batch
 
+    def slots_going_on(self, step: SchedulerOutput) -> set[int]:
+        """The adapters' slots that sequences of a step, yet to be laid out, bring from the one before."""
+        if step.continued is None or self._last is None or self._last.part.slots is None:
+            return set()
+        places = self._last.sequence_of_draw[np.array(step.continued.rows, dtype=np.int64)]
+        return set(self._last.part.slots[places].tolist()) - {UNKNOWN}
+
     def _checked_last(self, step: SchedulerOutput, continued: Continued) -> _Layout:
         if self._last is None or self._last.step != continued.step:
             raise EngineError(
@@ -140,7 +159,11 @@ class BatchBuilder:
         return self._last
 
     def _fresh(
-        self, sequences: tuple[ScheduledSequence, ...], newest: Mapping[int, int], wanted: WantedLogits
+        self,
+        sequences: tuple[ScheduledSequence, ...],
+        newest: Mapping[int, int],
+        wanted: WantedLogits,
+        slots: Mapping[str, int],
     ) -> StepPart:
         token_ids, lens, computed = flat_tokens(sequences, wanted)
         starts = np.cumsum(lens, dtype=np.int32) - lens
@@ -149,7 +172,11 @@ class BatchBuilder:
         # Position of token t: its place within the step, counted from what its sequence has computed.
         positions = np.arange(token_ids.size) + np.repeat(computed - starts, lens)
         tables = [block_tables(sequences, group) for group in range(self._num_groups)]
-        return StepPart(token_ids, positions, lens, computed + lens, tables)
+        of_adapters = None
+        if slots and any(sequence.adapter is not None for sequence in sequences):
+            found = [UNKNOWN if each.adapter is None else slots[each.adapter] for each in sequences]
+            of_adapters = np.array(found, dtype=np.int32)
+        return StepPart(token_ids, positions, lens, computed + lens, tables, of_adapters)
 
     @staticmethod
     def _continued(last: _Layout, continued: Continued, drawn: Sequence[int | None]) -> StepPart:
@@ -159,6 +186,7 @@ class BatchBuilder:
         # The new token stands behind all that were there.
         positions = last.part.seq_lens[places]
         tables = [table[places] for table in last.part.tables]
+        slots = None if last.part.slots is None else last.part.slots[places]
         for place, blocks in continued.tables.items():
             for group, row in enumerate(blocks):
                 if len(row) > tables[group].shape[1]:
@@ -171,6 +199,7 @@ class BatchBuilder:
             np.ones(len(rows), dtype=np.int32),
             positions + np.int32(1),
             tables,
+            slots if slots is not None and slots.max(initial=UNKNOWN) > UNKNOWN else None,
         )
 
     def _batch(self, step: SchedulerOutput, part: StepPart, wanted: WantedLogits) -> InputBatch:
@@ -204,16 +233,22 @@ class BatchBuilder:
                     max_seq_len=longest,
                 )
             )
+        logit_rows = wanted.logit_rows()
+        slots = None
+        if part.slots is not None:
+            of_token = part.slots[of_sequence]
+            slots = RowSlots(of_token, logit_rows, self._num_slots, self._device)
         return InputBatch(
             token_ids=tensor(part.token_ids),
             positions=tensor(part.positions),
             metas=tuple(metas),
-            logit_rows=tensor(wanted.logit_rows()),
+            logit_rows=tensor(logit_rows),
             samples=wanted.samples,
             sample_rows=wanted.sample_rows,
             scores=wanted.scores,
             num_score_rows=len(wanted.scored),
             part=part,
+            slots=slots,
         )
 
     @staticmethod

@@ -2,14 +2,17 @@
 
 import logging
 from functools import partial
+from typing import Any
 
 import torch
 
-from batchgen.config import EngineConfig
+from batchgen.config import Decision, EngineConfig
 from batchgen.kernels.ops import Kernels
 from batchgen.models.decoder import Decoder
 from batchgen.models.end_ids import describe_eos, eos_sources
 from batchgen.tokenizer import tokenizer_of
+from batchgen.worker.adapters import HOST_SHARE, WorkerAdapters
+from batchgen.worker.base_tensors import BaseTensors
 from batchgen.worker.decisions import (
     Decisions,
     Limits,
@@ -60,12 +63,13 @@ def load_executor(config: EngineConfig) -> Executor:
     log.info("token ids that end a text: %s", describe_eos(ends))
     num_tokens = min(shape.vocab_size, tokenizer.vocab_size)
     marks = find_marks(tokenizer, num_tokens, config.model.reasoning_config)
+    adapters = _make_adapters(config, files, kernels)
     build = partial(
-        files.build, kernels, dtype=dtype, quantization=quantization, kv_dtype=kv_dtype, device=device,
-        max_len=limits.max_model_len, block_size=block_size,
+        _build, adapters, files, kernels, dtype=dtype, quantization=quantization,
+        kv_dtype=kv_dtype, device=device, max_len=limits.max_model_len, block_size=block_size,
     )  # fmt: skip
     model = build()
-    blocks, block_bytes = _take_blocks(config, model, limits, swapping.space, decisions)
+    blocks, block_bytes = _take_blocks(config, model, limits, swapping.space, decisions, adapters)
     resolved = config.with_values(
         dtype=dtype,
         quantization=quantization,
@@ -95,16 +99,43 @@ def load_executor(config: EngineConfig) -> Executor:
         reproducible=reproducible,
         continues=True,
     )
-    sampler, draw_limits = make_sampler(
-        config.model, kernels, tokenizer, num_tokens, info.eos_token_ids, marks
-    )
-    return ModelRunner(ModelMemory(model, blocks, build), sampler, draw_limits, info, block_size)
+    sampling = make_sampler(config.model, kernels, tokenizer, num_tokens, info.eos_token_ids, marks)
+    return ModelRunner(ModelMemory(model, blocks, build), *sampling, info, block_size, adapters)
+
+
+def _make_adapters(config: EngineConfig, files: ModelFiles, kernels: Kernels) -> WorkerAdapters | None:
+    """Slots for adapters, if they are asked for."""
+    if not config.lora.enable_lora:
+        return None
+    return WorkerAdapters(config.lora, files.shape, BaseTensors(files), kernels)
+
+
+def _give_memory(config: EngineConfig, adapters: WorkerAdapters, decisions: Decisions) -> int:
+    """Let adapters have a part of the host memory, the weights being in; how many bytes."""
+    if config.lora.max_cpu_loras is not None:
+        return 0
+    budget = int(HOST_SHARE * available_memory())
+    adapters.take_memory(budget)
+    reason = f"as many as fit into {HOST_SHARE:.0%} of the free host memory, {budget / 2**30:.1f} GiB"
+    decisions.made.append(Decision("max_cpu_loras", "by size", reason))
+    return budget
+
+
+def _build(adapters: WorkerAdapters | None, files: ModelFiles, kernels: Kernels, **how: Any) -> Decoder:
+    model = files.build(kernels, **how)
+    return model if adapters is None else adapters.attach(model)
 
 
 def _take_blocks(
-    config: EngineConfig, model: Decoder, limits: Limits, swap_space: float, decisions: Decisions
+    config: EngineConfig,
+    model: Decoder,
+    limits: Limits,
+    swap_space: float,
+    decisions: Decisions,
+    adapters: WorkerAdapters | None,
 ) -> tuple[KVBlocks, int]:
-    """The pools of blocks, and the bytes of one block at all places."""
+    """The pools of blocks, and the bytes of one block at all places; adapters are given theirs first."""
+    reserved = 0 if adapters is None else _give_memory(config, adapters, decisions)
     layout, kernels, device = model.kv_layout, model.kernels, model.device
     on_cpu = device.type == "cpu"
     block_bytes = layout.num_places * kernels.kv_block_bytes(layout.spec)
@@ -113,7 +144,7 @@ def _take_blocks(
         layout,
         limits,
         block_bytes=block_bytes,
-        free_bytes=available_memory() if on_cpu else torch.cuda.mem_get_info(device)[0],
+        free_bytes=max(available_memory() - reserved, 0) if on_cpu else torch.cuda.mem_get_info(device)[0],
         on_cpu=on_cpu,
     )
     decisions.made.append(plan.decision)

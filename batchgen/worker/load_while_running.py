@@ -1,14 +1,14 @@
-"""load_while_running: weights come in while made-up tokens run through a model.
+"""load_while_running: weights come in while tokens run through a model, made-up ones if none are given.
 
-So a method of quantization knows the mean of a layer's inputs when it rounds the layer's weights. Over half
-of what the norms of a language model give is the same vector for every token, whatever the text. It hardly
-depends on the tokens, so that random ones do, and no data is needed.
+So a method of quantization knows a layer's inputs when it rounds the layer's weights. Over half of what the
+norms of a language model give is the same vector for every token, whatever the text. It hardly depends on the
+tokens, so that random ones do, and no data is needed.
 """
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +22,6 @@ from batchgen.worker.input_batch import BatchBuilder
 
 loading = logging.getLogger("batchgen.loading")
 
-_NUM_TOKENS = 512
 # The first tokens of a text, which all others attend to, are unlike the rest.
 _SKIPPED = 16
 # Seconds between two words on how far it is.
@@ -30,8 +29,19 @@ _TELL_EVERY_S = 10.0
 
 
 @torch.no_grad()
-def load_while_running(model: Decoder, loader: WeightLoader) -> None:
-    """Load a model in the order in which a step reads it; `mean_inputs` of its method is filled just ahead.
+def load_while_running(
+    model: Decoder,
+    loader: WeightLoader,
+    texts: Sequence[Sequence[int]] = (),
+    on_layer: Callable[[int, int], None] | None = None,
+) -> None:
+    """Load a model in the order in which a step reads it; its method sees a layer's inputs just ahead.
+
+    Args:
+        model: without weights.
+        loader: of its weights.
+        texts: token ids; without any, those that the method makes up.
+        on_layer: called with the number of linear layers that are loaded, and of all.
 
     Raises:
         WeightsError: what `WeightLoader.load` raises.
@@ -39,18 +49,25 @@ def load_while_running(model: Decoder, loader: WeightLoader) -> None:
     for target, _ in model.weight_targets().values():
         if not isinstance(target, LinearLayer):
             loader.load(target)
-    arrivals = _Arrivals(loader)
-    model.wrap_linears(lambda name, layer: _Arriving(layer, arrivals))
-    num_tokens = min(_NUM_TOKENS, model.max_len)
+    num_skipped = 0 if texts else _SKIPPED
+    texts = texts or model.method.made_up_texts(model.config.vocab_size, model.max_len)
     layout, kernels = model.kv_layout, model.kernels
-    num_groups, num_blocks = len(layout.windows), -(-num_tokens // layout.spec.block_size)
-    places = range(layout.num_places)
-    model.bind_kv([kernels.allocate_kv(layout.spec, num_groups * num_blocks, model.device) for _ in places])
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=generator).tolist()
-    tables = tuple(list(range(group * num_blocks, (group + 1) * num_blocks)) for group in range(num_groups))
-    builder = BatchBuilder(block_size=layout.spec.block_size, num_groups=num_groups, device=model.device)
-    batch = builder.build(SchedulerOutput(0, (ScheduledSequence(0, ids, 0, tables),)), {})
+    num_groups, size = len(layout.windows), layout.spec.block_size
+    sequences, num_blocks = [], 0
+    for number, ids in enumerate(texts):
+        tables = []
+        for _ in range(num_groups):
+            tables.append(list(range(num_blocks, num_blocks - (-len(ids) // size))))
+            num_blocks = tables[-1][-1] + 1
+        sequences.append(ScheduledSequence(number, list(ids), 0, tuple(tables)))
+    # A layer's keys and values are read before the next one's are written: they take turns in one cache.
+    model.bind_kv([kernels.allocate_kv(layout.spec, num_blocks, model.device)] * layout.num_places)
+    builder = BatchBuilder(block_size=size, num_groups=num_groups, device=model.device)
+    batch = builder.build(SchedulerOutput(0, tuple(sequences)), {})
+    # Of a text that is too short for that, the last token is seen.
+    is_seen = batch.positions >= min(num_skipped, int(batch.positions.max()))
+    arrivals = _Arrivals(loader, is_seen, on_layer)
+    model.wrap_linears(lambda name, layer: _Arriving(layer, arrivals))
     normed = model.forward(batch.token_ids, batch.positions, batch.metas)
     arrivals.take(model.head, normed)
     model.wrap_linears(lambda name, layer: layer.layer if isinstance(layer, _Arriving) else layer)
@@ -73,23 +90,20 @@ class _Arriving:
 class _Arrivals:
     """Loads one linear layer after the other, and says now and then how many there are."""
 
-    def __init__(self, loader: WeightLoader):
+    def __init__(self, loader: WeightLoader, is_seen: Tensor, on_layer: Callable[[int, int], None] | None):
         self.num_layers = 1  # the head
-        self._loader = loader
+        self._loader, self._is_seen, self._on_layer = loader, is_seen, on_layer
         self._num_loaded, self._told_at = 0, time.monotonic()
 
     def take(self, layer: LinearLayer, x: Activation) -> None:
         """Load a layer whose inputs are known."""
-        layer.method.mean_inputs[layer.name] = _mean(x.dense() if isinstance(x, Quantized) else x)
+        floats = x.dense() if isinstance(x, Quantized) else x
+        layer.method.see_inputs(layer.shape, floats[self._is_seen])
         self._loader.load(layer)
         self._num_loaded += 1
+        if self._on_layer is not None:
+            self._on_layer(self._num_loaded, self.num_layers)
         is_last = self._num_loaded == self.num_layers
         if not is_last and time.monotonic() - self._told_at >= _TELL_EVERY_S:
             self._told_at = time.monotonic()
             loading.info("%d of %d weights rounded", self._num_loaded, self.num_layers)
-
-
-def _mean(x: Tensor) -> Tensor:
-    """The mean over tokens, summed one after the other: its bits do not depend on the number of threads."""
-    rows = np.ascontiguousarray(x[min(_SKIPPED, len(x) - 1) :].cpu().numpy())
-    return torch.from_numpy(np.add.reduce(rows, axis=0, dtype=np.float64) / len(rows))

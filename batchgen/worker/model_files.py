@@ -19,7 +19,7 @@ from batchgen.models.weight_source import SafetensorsSource, WeightSource
 from batchgen.models.weights import WeightLoader, load_weights
 from batchgen.quantization.base import method_for
 from batchgen.quantization.rotation import Rotation
-from batchgen.worker.device import hand_back_memory
+from batchgen.worker.device import frugal_memory, hand_back_memory
 from batchgen.worker.load_while_running import load_while_running
 
 log = logging.getLogger("batchgen.worker")
@@ -46,6 +46,11 @@ class ModelFiles:
             if self._gguf
             else config_from_hf(_config_json(self.location), self.location.name)
         )
+
+    @property
+    def gguf(self) -> GGUFFile | None:
+        """The open file, if it is one."""
+        return self._gguf
 
     @property
     def is_gguf(self) -> bool:
@@ -84,6 +89,8 @@ class ModelFiles:
         loading.info("loading %s%s", self.location.name, rounding)
         source: WeightSource
         divisors, config = None, self.shape.quantization
+        if rounding:
+            config = {"tie_word_embeddings": self.shape.tie_embeddings}
         if self._gguf:
             source = gguf_source = GGUFSource(self._gguf, self.shape, keeps_blocks)
             divisors = gguf_source.rope_divisors()
@@ -99,10 +106,11 @@ class ModelFiles:
             device=device, max_len=max_len, block_size=block_size, rope_divisors=divisors,
             rotation=Rotation(self.shape.hidden_size, kernels) if rotates else None,
         )  # fmt: skip
-        if method_class.wants_mean_inputs:
-            load_while_running(model, WeightLoader(model, source))
-        else:
-            load_weights(model, source)
+        with frugal_memory():
+            if method_class.wants_inputs:
+                load_while_running(model, WeightLoader(model, source))
+            else:
+                load_weights(model, source)
         # What lay on the way of the weights is many times what the next step needs.
         hand_back_memory()
         log.info("weights of %s loaded in %.1f s", self.location.name, time.perf_counter() - begin)

@@ -45,7 +45,8 @@ def decide_quantization(
         decisions.made.append(Decision("quantization", asked, "as set"))
         return asked
     obstacle = None
-    if not is_host(device) or dtype != "float32":
+    # Weights of 4 bits and of 8-bit floats are decoded to floats, by any kernels.
+    if asked in ("int8", "auto") and (not is_host(device) or dtype != "float32"):
         obstacle = f"int8 is built for float32 activations on a CPU, not for {dtype} on {device}"
     elif asked == "auto" and shape.quantization is not None:
         obstacle = "the checkpoint is quantized already"
@@ -58,7 +59,7 @@ def decide_quantization(
     else:
         chosen = asked
         decisions.made.append(Decision("quantization", chosen, "as set"))
-    if chosen and not shape.family.has_foldable_norms:
+    if chosen == "int8" and not shape.family.has_foldable_norms:
         reason = f"{shape.family.name} norms what a layer gives, which a rotation cannot be folded into"
         decisions.made.append(Decision("rotation", "none", reason))
         log.warning(

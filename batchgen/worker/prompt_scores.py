@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.scheduler_output import PromptScores, TokenLogprobs
-from batchgen.models.decoder import Decoder
 from batchgen.worker.device import free_memory
 from batchgen.worker.logprobs import LogprobReader
+from batchgen.worker.step_head import StepHead
 
 # Of the free memory. Logits are held once in the model's dtype, and once or more while they are read.
 _SHARE = 0.1
@@ -28,14 +28,15 @@ class PromptScorer:
         self._reader = reader
 
     def score(
-        self, model: Decoder, hidden: Tensor, scores: Sequence[tuple[int, PromptScores]]
+        self, head: StepHead, hidden: Tensor, scores: Sequence[tuple[int, PromptScores]], first: int = 0
     ) -> dict[int, list[TokenLogprobs]]:
         """One entry for each target of each sequence.
 
         Args:
-            model: for the logits.
+            head: for the logits.
             hidden: [S, E], the states before the targets, one sequence after the other.
             scores: (seq_id, what is wanted of it).
+            first: number of the first state among all of the step.
         """
         tokens, num_top, others = [], [], []
         for _, each in scores:
@@ -44,10 +45,10 @@ class PromptScorer:
             num_top += [each.params.prompt_logprobs or 0] * count
             others += [each.params.prompt_logprob_token_ids or ()] * count
         entries: list[TokenLogprobs] = []
-        size = chunk_rows(free_memory(hidden.device), model.config.vocab_size)
+        size = chunk_rows(free_memory(hidden.device), head.model.config.vocab_size)
         for begin in range(0, len(tokens), size):
             part = slice(begin, begin + size)
-            logits = model.logits(hidden[part]).to(torch.float32)
+            logits = head.logits(hidden[part], first + begin).to(torch.float32)
             entries += self._reader.read(logits, tokens[part], num_top[part], others[part])
         found, begin = {}, 0
         for seq_id, each in scores:

@@ -21,6 +21,7 @@ class StepPart:
         lens: [S], tokens of each.
         seq_lens: [S], those computed before included.
         tables: per KV group, all blocks of each: [S, M], -1 where there is none.
+        slots: [S], those of their adapters, `UNKNOWN` for the base model; None if all are of that.
     """
 
     token_ids: np.ndarray
@@ -28,6 +29,7 @@ class StepPart:
     lens: np.ndarray
     seq_lens: np.ndarray
     tables: list[np.ndarray]
+    slots: np.ndarray | None = None
 
 
 class WantedLogits:
@@ -140,6 +142,18 @@ def joined_parts(first: StepPart, second: StepPart) -> StepPart:
         np.concatenate((first.lens, second.lens)),
         np.concatenate((first.seq_lens, second.seq_lens)),
         tables,
+        _joined_slots(first, second),
+    )
+
+
+def _joined_slots(first: StepPart, second: StepPart) -> np.ndarray | None:
+    if first.slots is None and second.slots is None:
+        return None
+    return np.concatenate(
+        [
+            np.full(len(part.lens), UNKNOWN, dtype=np.int32) if part.slots is None else part.slots
+            for part in (first, second)
+        ]
     )
 
 

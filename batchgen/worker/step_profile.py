@@ -86,4 +86,4 @@ def _part(kind: str) -> str:
     """To which part of a forward pass an operation belongs."""
     if "attention" in kind or kind == "store_kv":
         return "attention"
-    return "matrix_products" if kind.startswith("linear") else "elementwise"
+    return "matrix_products" if kind.startswith(("linear", "lora")) else "elementwise"

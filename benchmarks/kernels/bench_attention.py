@@ -22,11 +22,12 @@ from torch.nn import functional
 from batchgen.kernels.cases import AttentionCase, AttentionInputs, make_inputs
 from batchgen.kernels.ceilings import Ceilings
 from batchgen.kernels.cpu import ceilings
+from batchgen.kernels.kv import SCALED
 from batchgen.kernels.ops import Kernels, choose
 from benchmarks import record
 
 LAYERS = 8  # caches that take turns, as the layers of a model do
-KV_DTYPES = ("float32", "float16", "bfloat16", "int8")
+KV_DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8")
 
 # name, queries a sequence, tokens a sequence, sequences, query heads, key/value heads, head size, shared
 CASES = (
@@ -83,8 +84,8 @@ def _dense(case: AttentionCase) -> Callable[[], Any]:
 
 def bytes_read(case: AttentionCase, kv_dtype: str) -> float:
     """Of the cache, without padding; what is shared counts once."""
-    number = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[kv_dtype]
-    row = case.head_dim * number + (4 if kv_dtype == "int8" else 0)
+    number = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}[kv_dtype]
+    row = case.head_dim * number + (4 if kv_dtype in SCALED else 0)
     tokens = sum(length - case.shared for length in case.seq_lens) + case.shared
     return 2.0 * case.num_kv_heads * row * tokens
 

@@ -10,6 +10,7 @@
 
 #include "attention_int8.h"
 #include "attention_plan.h"
+#include "attention_scales.h"
 #include "attention_tile.h"
 #include "kernels.h"
 
@@ -71,11 +72,11 @@ static void find_units(const AttentionPlan *plan, const Cache *cache, const Leg 
         if (cache->type == KV_INT8) {
             units->keys[u] = head + offset * 4;
             units->values[u] = head + cache->values_at + offset * cache->value_dim;
-            units->scales[u] = (const float *)(head + cache->scales_at) + offset;
         } else {
             units->keys[u] = head + offset * kv_bytes(cache->type);
             units->values[u] = head + cache->values_at + offset * cache->value_dim * kv_bytes(cache->type);
         }
+        units->scales[u] = kv_has_scales(cache->type) ? (const float *)(head + cache->scales_at) + offset : NULL;
     }
 }
 
@@ -149,11 +150,13 @@ INLINE void float_chunk(const Attention *a, const Cache *cache, const Scratch *s
     } else {
         scores(scratch, rows, cache->head_dim, units, ahead, cache->block_size, first, end, type);
     }
+    if (type == KV_FP8) scale_scores(scratch, rows, units, first, end);
     int low, high;
     weigh_rows(a, scratch, rows, start, from, to, &low, &high);
+    if (type == KV_FP8) scale_weights(scratch, rows, units, cache->block_size, first, end);
     /* A weight of 0 leaves a sum as it is only if the value is finite: if one is not that some row does not see, each row goes
      * over its own tokens alone. */
-    int is_apart = !are_finite(units, dim, from, low, type) || !are_finite(units, dim, high, to, type);
+    int is_apart = type != KV_FP8 && (!are_finite(units, dim, from, low, type) || !are_finite(units, dim, high, to, type));
     if (is_wide) widen_values(scratch, cache, units, ahead, first, end, &wide, type);
     for (int row = 0, count = is_apart ? 1 : rows; row < rows; row += count) {
         low = from, high = to;
@@ -176,6 +179,9 @@ static void walk_chunk(const Attention *a, const Cache *cache, const Scratch *sc
             break;
         case KV_BFLOAT16:
             float_chunk(a, cache, scratch, rows, units, ahead, start, from, to, KV_BFLOAT16);
+            break;
+        case KV_FP8:
+            float_chunk(a, cache, scratch, rows, units, ahead, start, from, to, KV_FP8);
             break;
         default:
             int8_chunk(cache, scratch, rows, units, ahead, start, from, to, a->plan->window, (float)a->soft_cap);
@@ -261,7 +267,7 @@ static size_t lay_out(const AttentionPlan *plan, char *memory, Scratch *scratch)
         lay_out_int8(cache, scratch, rows, memory, &used);
     else
         scratch->query = part(memory, &used, rows * cache->head_dim * 4);
-    if (cache->type == KV_FLOAT16 || cache->type == KV_BFLOAT16)
+    if (cache->type != KV_FLOAT32 && cache->type != KV_INT8)
         scratch->widened = part(memory, &used, CHUNK * cache->value_dim * 4);
     return used;
 }

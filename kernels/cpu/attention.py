@@ -10,12 +10,14 @@ from batchgen.errors import KernelError
 from batchgen.kernels.cpu.calls import Calls, Field, Operation, Tape
 from batchgen.kernels.cpu.library import Library
 from batchgen.kernels.cpu.memory import allocate
-from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV, torch_dtype
+from batchgen.kernels.kv import SCALED, AttentionMeta, KVCacheSpec, LayerKV, torch_dtype
 
 UNIT = 16  # tokens, or dimensions, that the kernels count in (simd.h)
 KEY_OFFSET = 128  # bytes of 8-bit keys are so much too high (kv_cache.h)
 # What kv_cache.h calls them.
-TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3}
+TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "fp8": 4}
+# Scales of fp8 are kept so many times too large, as its numbers are read too small (kv_float.h).
+E4M3_UNIT = 256
 
 _ERRORS = {
     -1: "query_start_loc, seq_lens and the block tables disagree",
@@ -49,7 +51,7 @@ def block_bytes(spec: KVCacheSpec) -> int:
     """Bytes of a block as kv_cache.h lays it out."""
     key_dim = -(-spec.head_dim // 4) * 4 if spec.dtype == "int8" else spec.head_dim
     numbers = (key_dim + _value_dim(spec)) * torch_dtype(spec.dtype).itemsize
-    scales = 8 if spec.dtype == "int8" else 0
+    scales = 8 if spec.dtype in SCALED else 0
     return spec.num_kv_heads * spec.block_size * (numbers + scales)
 
 
@@ -100,13 +102,17 @@ def read_kv(kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
     )
     values = values.transpose(3, 4).reshape(count, spec.num_kv_heads, spec.block_size, -1)
     key = keys[block, :, : spec.head_dim, offset]
-    value = values[block, :, offset, : spec.head_dim].float()
-    if spec.dtype != "int8":
-        return key.float(), value
+    value = values[block, :, offset, : spec.head_dim]
+    if spec.dtype not in SCALED:
+        return key.float(), value.float()
     scales = heads[:, :, values_end:].contiguous().view(torch.float32).view(count, -1, 2, spec.block_size)
     scale = scales[block, :, :, offset]
-    key = (key.view(torch.uint8).float() - KEY_OFFSET) * scale[:, :, :1]
-    return key, value * scale[:, :, 1:]
+    if spec.dtype == "fp8":
+        scale = scale / E4M3_UNIT
+        key, value = (numbers.contiguous().view(torch.float8_e4m3fn).float() for numbers in (key, value))
+    else:
+        key, value = key.view(torch.uint8).float() - KEY_OFFSET, value.float()
+    return key * scale[:, :, :1], value * scale[:, :, 1:]
 
 
 def attention(

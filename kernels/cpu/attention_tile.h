@@ -57,7 +57,7 @@ static inline void *part(char *memory, size_t *used, int64_t bytes) {
 /* The keys and values of a chunk's units. */
 typedef struct {
     const char *keys[CHUNK_UNITS], *values[CHUNK_UNITS];
-    const float *scales[CHUNK_UNITS]; /* of 8-bit keys; those of values follow a block further */
+    const float *scales[CHUNK_UNITS]; /* of keys of 8 bits; those of values follow a block further */
 } Units;
 
 /* The tokens out of [from, to) of the chunk that begins at `start` which a row sees. */

@@ -9,12 +9,13 @@ from typing_extensions import override
 
 from batchgen.kernels.backend import OPERATIONS, KernelBackend, OpShape, PackedLinear
 from batchgen.kernels.coded import Coded
-from batchgen.kernels.cpu import attention, elementwise, greedy, int8, kronecker, linear, sampling
+from batchgen.kernels.cpu import attention, elementwise, greedy, int8, kronecker, linear, lora, sampling
 from batchgen.kernels.cpu import coded as cpu_coded
 from batchgen.kernels.cpu.calls import Calls, CpuProgram
 from batchgen.kernels.cpu.library import Library, load
 from batchgen.kernels.cpu.memory import Arena
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.lora import LoraBank, LoraLayer, LoraPart, LoraSegments, PackedLora
 from batchgen.kernels.program import Program, StepSizes
 from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.sampling import Draws, Penalties, Scores
@@ -29,6 +30,8 @@ class CpuBackend(KernelBackend):
 
     def __init__(self) -> None:
         self._weights = Arena()
+        # Of their own: they come and go, and a chunk goes with the last that lies in it.
+        self._adapters = Arena()
 
     @cached_property
     def library(self) -> Library:
@@ -138,7 +141,33 @@ class CpuBackend(KernelBackend):
         return int8.silu_mul_quantize(self.calls, gate_up, out)
 
     @override
+    def pack_lora(self, layer: LoraLayer, parts: Sequence[LoraPart | None], dtype: torch.dtype) -> PackedLora:
+        return lora.CpuLora(self._adapters, layer, parts, dtype)
+
+    @override
+    def pack_lora_int8(self, layer: LoraLayer, parts: Sequence[LoraPart | None]) -> PackedLora:
+        has_integers = self.library.lora_has_integers
+        return lora.CpuLora(self._adapters, layer, parts, torch.float16, has_integers=has_integers)
+
+    @override
+    def lora_bank(self, layer: LoraLayer, num_slots: int) -> LoraBank:
+        return lora.CpuLoraBank(self.library, layer, num_slots)
+
+    @override
+    def lora_add(self, x: Tensor | Quantized, bank: LoraBank, segments: LoraSegments, out: Tensor) -> None:
+        assert isinstance(bank, lora.CpuLoraBank)
+        lora.lora_add(self.calls, x, bank, segments, out)
+
+    @override
+    def lora_gather_add(self, ids: Tensor, bank: LoraBank, segments: LoraSegments, out: Tensor) -> None:
+        assert isinstance(bank, lora.CpuLoraBank)
+        lora.lora_gather_add(self.calls, ids, bank, segments, out)
+
+    @override
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> Tensor:
+        if isinstance(source, cpu_coded.CpuCodedLinear):
+            assert out is not None
+            return cpu_coded.gather_rows(self.calls, source, ids, out)
         assert isinstance(source, Tensor | linear.CpuLinear)
         return linear.gather_rows(self.calls, source, ids, out)
 

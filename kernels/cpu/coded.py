@@ -6,11 +6,13 @@ from typing_extensions import override
 
 from batchgen.kernels.backend import PackedLinear
 from batchgen.kernels.coded import Coded, float8_values
-from batchgen.kernels.cpu.calls import Calls, Operation
+from batchgen.kernels.cpu.calls import Calls, Field, Operation
 from batchgen.kernels.cpu.library import Library
 from batchgen.kernels.cpu.memory import Arena
 
-_LINEAR = Operation("linear_coded", "pnppnspppppnnnnnnnn", door="linear")
+_WEIGHT = "pppppnnnnnnnn"  # fields of Coded in coded.h
+_LINEAR = Operation("linear_coded", "pnppns" + _WEIGHT, door="linear")
+_GATHER = Operation("gather_coded", "pps" + _WEIGHT, door="gather_rows")
 
 # As in coded.h and kv_cache.h.
 _CODE, _TABLE, _E4M3 = range(3)
@@ -45,6 +47,14 @@ class CpuCodedLinear(PackedLinear):
         self.groups = None if coded.groups is None else coded.groups.to(torch.int32).contiguous()
         self.bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
 
+    def fields(self) -> tuple[Field, ...]:
+        """What operations are told of it."""
+        return (
+            self.codes, self.scales, self.offsets, self.table, self.groups, self.out_features,
+            self.in_features, self.bits, self.value, self.offset, self.scale_type, self.group_size,
+            self.num_groups,
+        )  # fmt: skip
+
     @override
     def tensors(self) -> list[Tensor]:
         kept = (self.codes, self.scales, self.offsets, self.table, self.groups, self.bias)
@@ -53,12 +63,14 @@ class CpuCodedLinear(PackedLinear):
 
 def linear(calls: Calls, x: Tensor, packed: CpuCodedLinear, out: Tensor) -> Tensor:
     """See `Kernels.linear`."""
-    rows, depth = x.shape
-    calls(
-        _LINEAR, x, x.stride(0), packed.bias, out, out.stride(0), rows, packed.codes, packed.scales,
-        packed.offsets, packed.table, packed.groups, packed.out_features, depth, packed.bits, packed.value,
-        packed.offset, packed.scale_type, packed.group_size, packed.num_groups,
-    )  # fmt: skip
+    calls(_LINEAR, x, x.stride(0), packed.bias, out, out.stride(0), x.shape[0], *packed.fields())
+    return out
+
+
+def gather_rows(calls: Calls, packed: CpuCodedLinear, ids: Tensor, out: Tensor) -> Tensor:
+    """See `Kernels.gather_rows`."""
+    says = f"an id is outside of the {packed.out_features} rows"
+    calls(_GATHER, ids, out, ids.shape[0], *packed.fields(), says=says)
     return out
 
 

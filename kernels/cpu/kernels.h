@@ -21,6 +21,7 @@
     X(draw_linear_int8_scan) \
     X(draw_linear_int8_pick) \
     X(gather_packed) \
+    X(gather_coded) \
     X(gather_rows) \
     X(rms_norm) \
     X(add_rms_norm) \
@@ -28,6 +29,8 @@
     X(silu_mul) \
     X(linear_int8) \
     X(linear_coded) \
+    X(lora) \
+    X(lora_expand) \
     X(quantize) \
     X(rounding_loss) \
     X(kronecker) \

@@ -36,8 +36,8 @@ INLINE void store_halves(const Cache *cache, char *head, int64_t offset, const f
     }
 }
 
-/* The largest magnitude by 127; NaN if anything is not finite. */
-static float scale_of(const float *x, int64_t n) {
+/* The largest magnitude by `level`; NaN if anything is not finite. */
+static float scale_of(const float *x, int64_t n, float level) {
     vf most = vf_set1(0.0f), zero = vf_set1(0.0f);
     int64_t i = 0;
     for (; i + VW <= n; i += VW) {
@@ -50,7 +50,23 @@ static float scale_of(const float *x, int64_t n) {
         top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
         bad += x[i] * 0.0f;
     }
-    return top / 127 + bad;
+    return top / level + bad;
+}
+
+/* Scales of a token's key and value. If either is not finite the key gets NaN, and zeros stand for all numbers: whoever sees
+ * the token gets NaN, nobody else. */
+static void find_scales(const Cache *cache, const float *key, const float *value, float level, float *key_scale,
+                        float *value_scale) {
+    *key_scale = scale_of(key, cache->head_dim, level), *value_scale = scale_of(value, cache->head_dim, level);
+    if (isnan(*key_scale + *value_scale)) *key_scale = NAN, *value_scale = 0;
+}
+
+/* `at` divided by the scale, at most `level` in size; zero where the scale is no number above zero. */
+INLINE vf scaled(vf at, float scale, float level) {
+    if (!(scale > 0)) return vf_set1(0.0f);
+    at = at / vf_set1(scale);
+    at = vf_select(at > vf_set1(level), vf_set1(level), at);
+    return vf_select(at < vf_set1(-level), vf_set1(-level), at);
 }
 
 /* Up to STRETCH numbers divided by the scale and rounded; zeros up to a multiple of 16. */
@@ -59,12 +75,8 @@ static void to_integers(const float *x, float scale, int64_t n, int32_t *out) {
     float padded[STRETCH] = {0};
     memcpy(padded, x, (size_t)n * 4);
     for (int64_t i = 0; i < n; i += VW) {
-        vf at = vf_load(padded + i) / vf_set1(scale);
-        at = vf_select(at > vf_set1(127.0f), vf_set1(127.0f), at);
-        at = vf_select(at < vf_set1(-127.0f), vf_set1(-127.0f), at);
-        vi rounded = (vi)(at + vf_set1(shift)) - (vi)vf_set1(shift);
-        if (!(scale > 0)) rounded = vi_set1(0);
-        *(vi_unaligned *)(out + i) = rounded;
+        vf at = scaled(vf_load(padded + i), scale, 127.0f);
+        *(vi_unaligned *)(out + i) = (vi)(at + vf_set1(shift)) - (vi)vf_set1(shift);
     }
 }
 
@@ -86,13 +98,9 @@ static void store_values(int8_t *to, int place, const int32_t *whole, int64_t co
 #endif
 }
 
-/* A token that is not finite gets the scale NaN for its keys and zeros as values: whoever sees it gets NaN, nobody else. */
 static void store_integers(const Cache *cache, char *head, int64_t offset, const float *key, const float *value) {
-    float key_scale = scale_of(key, cache->head_dim), value_scale = scale_of(value, cache->head_dim);
-    if (isnan(key_scale + value_scale)) {
-        key_scale = NAN;
-        value_scale = 0;
-    }
+    float key_scale, value_scale;
+    find_scales(cache, key, value, 127.0f, &key_scale, &value_scale);
     uint8_t *keys = (uint8_t *)head;
     int8_t *values = (int8_t *)(head + cache->values_at);
     int64_t block_size = cache->block_size, value_dim = cache->value_dim;
@@ -109,11 +117,37 @@ static void store_integers(const Cache *cache, char *head, int64_t offset, const
     scales[block_size + offset] = value_scale;
 }
 
+#define E4M3_MOST 448.0f
+
+/* Up to STRETCH numbers divided by the scale and rounded to 8 bits. */
+static void to_e4m3(const float *x, float scale, int64_t n, uint8_t *out) {
+    float padded[STRETCH] = {0};
+    int32_t codes[STRETCH];
+    memcpy(padded, x, (size_t)n * 4);
+    for (int64_t i = 0; i < n; i += VW) *(vi_unaligned *)(codes + i) = e4m3_of(scaled(vf_load(padded + i), scale, E4M3_MOST));
+    for (int64_t i = 0; i < n; i++) out[i] = (uint8_t)codes[i];
+}
+
+static void store_fp8(const Cache *cache, char *head, int64_t offset, const float *key, const float *value) {
+    float key_scale, value_scale, *scales = (float *)(head + cache->scales_at);
+    find_scales(cache, key, value, E4M3_MOST, &key_scale, &value_scale);
+    uint8_t *keys = (uint8_t *)head, *values = (uint8_t *)(head + cache->values_at), code[STRETCH];
+    for (int64_t first = 0; first < cache->head_dim; first += STRETCH) {
+        int64_t count = cache->head_dim - first < STRETCH ? cache->head_dim - first : STRETCH;
+        to_e4m3(key + first, key_scale, count, code);
+        for (int64_t d = 0; d < count; d++) keys[(first + d) * cache->block_size + offset] = code[d];
+        to_e4m3(value + first, value_scale, count, values + offset * cache->value_dim + first);
+    }
+    scales[offset] = key_scale * E4M3_UNIT;
+    scales[cache->block_size + offset] = value_scale * E4M3_UNIT;
+}
+
 static void store_token(const Cache *cache, char *head, int64_t offset, const float *key, const float *value) {
     switch (cache->type) {
         case KV_FLOAT32: store_float32(cache, head, offset, key, value); break;
         case KV_FLOAT16: store_halves(cache, head, offset, key, value, KV_FLOAT16); break;
         case KV_BFLOAT16: store_halves(cache, head, offset, key, value, KV_BFLOAT16); break;
+        case KV_FP8: store_fp8(cache, head, offset, key, value); break;
         default: store_integers(cache, head, offset, key, value);
     }
 }
@@ -125,7 +159,7 @@ static void expect_token(const Cache *cache, const char *head, int64_t offset) {
     const char *key = head + offset * bytes * step, *value = head + cache->values_at + offset / step * width;
     for (int64_t d = 0; d < cache->head_dim; d += step) __builtin_prefetch(key + d * cache->block_size * bytes, 1, 3);
     for (int64_t at = 0; at < width; at += 64) __builtin_prefetch(value + at, 1, 3);
-    if (cache->type != KV_INT8) return;
+    if (!kv_has_scales(cache->type)) return;
     __builtin_prefetch(head + cache->scales_at + offset * 4, 1, 3);
     __builtin_prefetch(head + cache->scales_at + (cache->block_size + offset) * 4, 1, 3);
 }

@@ -1,4 +1,4 @@
-/* Half-precision floats: loads that widen to vectors of float32, and rounding to the nearest even. */
+/* Floats of 16 and of 8 bits: loads that widen to vectors of float32, and rounding to the nearest even. */
 #ifndef BATCHGEN_KV_FLOAT_H
 #define BATCHGEN_KV_FLOAT_H
 
@@ -47,14 +47,43 @@ INLINE vf vf_load_float16(const void *p) {
 }
 #endif
 
+#define E4M3_UNIT 256.0f /* what vf_load_e4m3 gives is so much too small */
+
+/* Floats of 4 bits of exponent become halves, of 5: but for the exponent's bias that is a shift, subnormal numbers included.
+ * What stands for no number is read as one. */
+INLINE vf vf_load_e4m3(const void *p) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && VW == 16
+    __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    return (vf)_mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16((int16_t)0xbfff)));
+#elif defined(__F16C__) && VW == 8
+    __m128i half = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7);
+    return (vf)_mm256_cvtph_ps(_mm_and_si128(half, _mm_set1_epi16((int16_t)0xbfff)));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(VW), aligned(1), may_alias));
+    vi all = __builtin_convertvector(*(const Bytes *)p, vi), size = all & vi_set1(127);
+    vf whole = (vf)((size << 20) + vi_set1(112 << 23)), small = __builtin_convertvector(size, vf) * vf_set1(0x1p-17f);
+    return (vf)((vi)vf_select(size < vi_set1(8), small, whole) | (all & vi_set1(128)) << 24);
+#endif
+}
+
+/* Rounds |x| <= 448 to such a float, ties to even. */
+INLINE vi e4m3_of(vf x) {
+    vi size = (vi)x & vi_set1(0x7fffffff), shift = (vi)vf_set1(12582912.0f); /* 1.5 * 2^23: adding it rounds */
+    vi whole = ((size + vi_set1(0x7ffff) + ((size >> 20) & vi_set1(1))) >> 20) - vi_set1(120 << 3);
+    vi small = (vi)((vf)size * vf_set1(512.0f) + (vf)shift) - shift;
+    vi is_small = size < vi_set1(0x3c800000); /* 2^-6 */
+    return (small & is_small) | (whole & ~is_small) | (((vi)x >> 24) & vi_set1(128));
+}
+
 /* Element `i` and the following of a row of the cache's floats. */
 INLINE vf kv_load(const char *row, int64_t i, const int type) {
     if (type == KV_FLOAT16) return vf_load_float16(row + 2 * i);
     if (type == KV_BFLOAT16) return vf_load_bfloat16(row + 2 * i);
+    if (type == KV_FP8) return vf_load_e4m3(row + i);
     return vf_load((const float *)row + i);
 }
 
-/* Widens `count` runs of UNIT halves, `stride` bytes apart, to floats at `to`, and fetches what `ahead` points at. */
+/* Widens `count` runs of UNIT small floats, `stride` bytes apart, to floats at `to`, and fetches what `ahead` points at. */
 INLINE void widen(const char *from, const char *ahead, int64_t stride, int64_t count, float *to, const int type) {
 #pragma GCC unroll 4
     for (int64_t i = 0; i < count; i++, from += stride, ahead += stride, to += UNIT) {

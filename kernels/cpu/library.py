@@ -21,6 +21,9 @@ _SIGNATURES: dict[str, str] = {
     "bg_coded_pack_groups": "ppnnni:",
     "bg_int8_use_amx": "n:n",
     "bg_int8_is_fast": ":n",
+    "bg_lora_has_integers": ":i",
+    "bg_lora_put": "ppnn:",
+    "bg_lora_put_part": "pnppnn:",
     "bg_run": "pnpi:n",
     "bg_run_once": "pni:n",
     "bg_attention_plan_new": ":p",
@@ -29,6 +32,7 @@ _SIGNATURES: dict[str, str] = {
     "bg_score_tokens": "pnnnpnpnppppi:n",
     "bg_penalise": "pnnpnppppppi:n",
     "bg_dequantize": "nppni:n",
+    "bg_round_groups": "pnnpppppnnnnnnni:n",
     "bg_ceilings": "pnpi:",
 }
 _TYPES = {"p": _POINTER, "n": _SIZE, "i": _INT, "f": _FLOAT}
@@ -58,6 +62,8 @@ class Library:
         self.int8_bytes, self.int8_pack = function("bg_int8_bytes"), function("bg_int8_pack")
         self.coded_pack = function("bg_coded_pack")
         self.coded_pack_groups = function("bg_coded_pack_groups")
+        self.lora_has_integers = bool(function("bg_lora_has_integers")())
+        self.lora_put, self.lora_put_part = function("bg_lora_put"), function("bg_lora_put_part")
         self.int8_is_fast = function("bg_int8_is_fast")
         self.int8_use_amx = function("bg_int8_use_amx")
         self.attention_plan_new = function("bg_attention_plan_new")
@@ -66,6 +72,7 @@ class Library:
         self.score_tokens = function("bg_score_tokens")
         self.penalise = function("bg_penalise")
         self.dequantize = function("bg_dequantize")
+        self.round_groups = function("bg_round_groups")
         self.ceilings = function("bg_ceilings")
 
 

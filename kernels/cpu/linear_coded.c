@@ -172,3 +172,37 @@ static void linear_coded_run(const void *args, Step *step, int64_t chunk, int64_
 }
 
 const Kernel kernel_linear_coded = {linear_coded_chunks, linear_coded_run};
+
+typedef struct {
+    const int64_t *ids;
+    float *out; /* [count, depth] */
+    int64_t count;
+    Coded weight;
+} GatherCoded;
+
+static int64_t gather_coded_chunks(const void *args, const Step *step) {
+    const GatherCoded *a = args;
+    return even_chunks(step_size(step, a->count), PANEL * a->weight.depth / 8 + 1, step);
+}
+
+/* Rows `ids` of the weight: a panel is decoded a stretch at a time, for the one column of it. */
+static void gather_coded_run(const void *args, Step *step, int64_t chunk, int64_t of) {
+    const GatherCoded *a = args;
+    float decoded[STRETCH] __attribute__((aligned(64)));
+    CodedDecode *decode = coded_decoder(&a->weight);
+    int64_t count = step_size(step, a->count), end = chunk_begin(count, chunk + 1, of), depth = a->weight.depth;
+    for (int64_t i = chunk_begin(count, chunk, of); i < end; i++) {
+        if (a->ids[i] < 0 || a->ids[i] >= a->weight.columns) {
+            step_fail(step, BAD_ROW);
+            return;
+        }
+        int64_t panel = a->ids[i] / PANEL, column = a->ids[i] % PANEL;
+        for (int64_t k = 0, next; k < depth; k = next) {
+            next = k + STRETCH / PANEL < depth ? k + STRETCH / PANEL : depth;
+            decode(&a->weight, panel, k, next, decoded);
+            for (int64_t d = k; d < next; d++) a->out[i * depth + d] = decoded[(d - k) * PANEL + column];
+        }
+    }
+}
+
+const Kernel kernel_gather_coded = {gather_coded_chunks, gather_coded_run};

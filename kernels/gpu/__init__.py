@@ -1,6 +1,7 @@
-"""The gpu backend: Triton kernels for attention and the KV cache; the rest falls to the reference."""
+"""The gpu backend: Triton kernels for attention, KV cache and LoRA; the rest falls to the reference."""
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -9,6 +10,8 @@ from typing_extensions import override
 
 from batchgen.kernels.backend import BACKENDS, KernelBackend, OpShape
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.lora import LoraBank, LoraLayer, LoraPart, LoraSegments, PackedLora
+from batchgen.kernels.quantized import Quantized
 from batchgen.kernels.reference import kv_cache
 
 MAX_HEAD_DIM = 256
@@ -22,7 +25,7 @@ class GpuBackend(KernelBackend):
     """
 
     name = "gpu"
-    operations = frozenset({"attention", "store_kv"})
+    operations = frozenset({"attention", "store_kv", "lora"})
 
     @override
     def unavailable(self, device: str) -> str | None:
@@ -40,6 +43,8 @@ class GpuBackend(KernelBackend):
             return f"the gpu kernels have no {dtype}"
         if dtype == "bfloat16" and _is_interpreted():
             return "Triton's interpreter computes bfloat16 wrongly"
+        if op == "lora":
+            return None
         if shape.kv_dtype not in (None, dtype):
             return (
                 f"the gpu kernels keep the KV cache in {dtype}, as activations are, not in {shape.kv_dtype}"
@@ -76,6 +81,29 @@ class GpuBackend(KernelBackend):
         from batchgen.kernels.gpu import attention
 
         return attention.attention(query, kv, meta, scale, window, soft_cap, out)
+
+    @override
+    def pack_lora(self, layer: LoraLayer, parts: Sequence[LoraPart | None], dtype: torch.dtype) -> PackedLora:
+        from batchgen.kernels.gpu import lora
+
+        return lora.GpuLora(layer, parts, dtype)
+
+    @override
+    def lora_bank(self, layer: LoraLayer, num_slots: int) -> LoraBank:
+        from batchgen.kernels.gpu import lora
+
+        return lora.GpuLoraBank(layer, num_slots, "cpu" if _is_interpreted() else "cuda")
+
+    @override
+    def lora_add(self, x: Tensor | Quantized, bank: LoraBank, segments: LoraSegments, out: Tensor) -> None:
+        from batchgen.kernels.gpu import lora
+
+        assert isinstance(bank, lora.GpuLoraBank)
+        lora.lora_add(x.dense() if isinstance(x, Quantized) else x, bank, segments, out)
+
+    @override
+    def lora_gather_add(self, ids: Tensor, bank: LoraBank, segments: LoraSegments, out: Tensor) -> None:
+        self.lora_add(ids, bank, segments, out)
 
 
 def _is_interpreted() -> bool:

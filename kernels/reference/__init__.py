@@ -9,9 +9,11 @@ from typing_extensions import override
 from batchgen.kernels.backend import BACKENDS, OPERATIONS, KernelBackend, PackedLinear
 from batchgen.kernels.coded import Coded
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec, LayerKV
+from batchgen.kernels.lora import LoraBank, LoraLayer, LoraPart, LoraSegments, PackedLora
 from batchgen.kernels.quantized import Quantized
-from batchgen.kernels.reference import attention, elementwise, int8, kronecker, kv_cache, sampling
+from batchgen.kernels.reference import attention, elementwise, int8, kronecker, kv_cache, lora, sampling
 from batchgen.kernels.reference.coded import ReferenceCodedLinear
+from batchgen.kernels.reference.coded import gather_rows as gather_coded_rows
 from batchgen.kernels.reference.coded import linear as linear_coded
 from batchgen.kernels.reference.linear import ReferenceLinear, gather_rows, linear
 from batchgen.kernels.sampling import Draws, Penalties, Scores
@@ -68,8 +70,28 @@ class ReferenceBackend(KernelBackend):
         return _into(out, kronecker.kronecker(x, scale, factors, dim))
 
     @override
+    def pack_lora(self, layer: LoraLayer, parts: Sequence[LoraPart | None], dtype: torch.dtype) -> PackedLora:
+        return lora.ReferenceLora(layer, parts, dtype)
+
+    @override
+    def lora_bank(self, layer: LoraLayer, num_slots: int) -> LoraBank:
+        return lora.ReferenceLoraBank(layer, num_slots)
+
+    @override
+    def lora_add(self, x: Tensor | Quantized, bank: LoraBank, segments: LoraSegments, out: Tensor) -> None:
+        assert isinstance(bank, lora.ReferenceLoraBank)
+        lora.lora_add(x.dense() if isinstance(x, Quantized) else x, bank, segments, out)
+
+    @override
+    def lora_gather_add(self, ids: Tensor, bank: LoraBank, segments: LoraSegments, out: Tensor) -> None:
+        assert isinstance(bank, lora.ReferenceLoraBank)
+        lora.lora_gather_add(ids, bank, segments, out)
+
+    @override
     def gather_rows(self, source: Tensor | PackedLinear, ids: Tensor, out: Tensor | None) -> Tensor:
-        assert isinstance(source, Tensor | ReferenceLinear)
+        assert isinstance(source, Tensor | ReferenceLinear | ReferenceCodedLinear)
+        if isinstance(source, ReferenceCodedLinear):
+            return _into(out, gather_coded_rows(source, ids))
         return _into(out, gather_rows(source, ids))
 
     @override

@@ -1,15 +1,16 @@
 """KV cache of the reference backend: data [N, 2, B, G, D], keys then values.
 
-With int8 a row is D bytes, padded to a multiple of four, and the four of a float32 scale.
+With int8 and fp8 a row is D bytes, padded to a multiple of four, and the four of a float32 scale.
 """
 
 import torch
 from torch import Tensor
 
 from batchgen.errors import KernelError
-from batchgen.kernels.kv import SCALE_BYTES, KVCacheSpec, LayerKV, torch_dtype
+from batchgen.kernels.kv import SCALE_BYTES, SCALED, KVCacheSpec, LayerKV, torch_dtype
 
-INT8_LEVEL = 127
+# The largest number that a byte holds.
+LEVELS = {"int8": 127, "fp8": 448}
 
 
 def block_bytes(spec: KVCacheSpec) -> int:
@@ -32,8 +33,8 @@ def store(key: Tensor, value: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None
     is_stored = slot_mapping >= 0
     slots = slot_mapping[is_stored].long()
     key, value = key[is_stored], value[is_stored]
-    if kv.spec.dtype == "int8":
-        key, value = _quantize(key, value)
+    if kv.spec.dtype in SCALED:
+        key, value = _quantize(key, value, kv.spec.dtype)
     else:
         key, value = key.to(kv.data.dtype), value.to(kv.data.dtype)
     kv.data[slots // block_size, 0, slots % block_size] = key
@@ -44,42 +45,45 @@ def read(kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens in the slots, as floats."""
     block, offset = slots.long() // kv.spec.block_size, slots.long() % kv.spec.block_size
     key, value = kv.data[block, 0, offset], kv.data[block, 1, offset]
-    if kv.spec.dtype == "int8":
+    if kv.spec.dtype in SCALED:
         return _dense(key, kv.spec), _dense(value, kv.spec)
     wide = torch.float64 if kv.data.dtype == torch.float64 else torch.float32
     return key.to(wide), value.to(wide)
 
 
 def _width(spec: KVCacheSpec) -> int:
-    return -(-spec.head_dim // 4) * 4 + SCALE_BYTES if spec.dtype == "int8" else spec.head_dim
+    return -(-spec.head_dim // 4) * 4 + SCALE_BYTES if spec.dtype in SCALED else spec.head_dim
 
 
-def _quantize(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of bytes and scale: the largest magnitude becomes 127, ties go to the even number.
+def _quantize(key: Tensor, value: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
+    """Rows of bytes and scale: the largest magnitude becomes the largest number, ties go to the even one.
 
     A token that is not finite gets NaN as the scale of its keys and zeros elsewhere.
     """
     key, value = key.float(), value.float()
-    key_scale, value_scale = (x.abs().amax(-1, keepdim=True) / INT8_LEVEL for x in (key, value))
+    key_scale, value_scale = (x.abs().amax(-1, keepdim=True) / LEVELS[dtype] for x in (key, value))
     is_bad = ~(torch.isfinite(key).all(-1) & torch.isfinite(value).all(-1)).unsqueeze(-1)
     value_scale = value_scale.masked_fill(is_bad, 0.0)
-    key_whole = _whole(key, key_scale.masked_fill(is_bad, 0.0))
+    key_bytes = _bytes(key, key_scale.masked_fill(is_bad, 0.0), dtype)
     return (
-        _rows(key_whole, key_scale.masked_fill(is_bad, float("nan"))),
-        _rows(_whole(value, value_scale), value_scale),
+        _rows(key_bytes, key_scale.masked_fill(is_bad, float("nan"))),
+        _rows(_bytes(value, value_scale, dtype), value_scale),
     )
 
 
-def _whole(x: Tensor, scale: Tensor) -> Tensor:
-    whole = torch.round(x / scale).clamp(-INT8_LEVEL, INT8_LEVEL)
-    return torch.where(scale > 0, whole, 0.0).to(torch.int8)
+def _bytes(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    numbers = torch.where(scale > 0, x / scale, 0.0).clamp(-LEVELS[dtype], LEVELS[dtype])
+    if dtype == "fp8":
+        return numbers.to(torch.float8_e4m3fn).view(torch.int8)
+    return numbers.round().to(torch.int8)
 
 
-def _rows(whole: Tensor, scale: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(whole, (0, -whole.shape[-1] % 4))
+def _rows(numbers: Tensor, scale: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % 4))
     return torch.cat([padded, scale.contiguous().view(torch.int8)], dim=-1)
 
 
 def _dense(rows: Tensor, spec: KVCacheSpec) -> Tensor:
     scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-    return rows[..., : spec.head_dim].float() * scale
+    numbers = rows[..., : spec.head_dim].contiguous()
+    return (numbers.view(torch.float8_e4m3fn) if spec.dtype == "fp8" else numbers).float() * scale

@@ -57,8 +57,8 @@ def test_unknown_name_is_refused_with_the_nearest() -> None:
         ("logprobs_mode", "raw", "raw_logprobs, processed_logprobs, raw_logits or processed_logits"),
         ("reasoning_config", "think", "a mapping"),
         ("disable_log_stats", "no", "true or false"),
-        ("kv_cache_dtype", "fp8", "auto, float32, float16, bfloat16 or int8"),
-        ("quantization", "awq", "auto, int8, gguf or null"),
+        ("kv_cache_dtype", "fp4", "auto, float32, float16, bfloat16, int8 or fp8"),
+        ("quantization", "awq", "auto, int8, fp8, int4, gguf or null"),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(name: str, value: object, rule: str) -> None:
@@ -70,7 +70,6 @@ def test_value_out_of_range_is_refused_by_name(name: str, value: object, rule: s
     ("name", "value"),
     [
         ("tensor_parallel_size", 2),
-        ("enable_lora", True),
         ("trust_remote_code", True),
     ],
 )
@@ -134,3 +133,17 @@ def test_settings_that_are_built_for_a_cpu_exclude_others(
     with pytest.raises(ConfigError, match=f"'{name}'=.*not for {other}='{wrong}'; leave one of the two out"):
         EngineConfig.from_engine_args(model="m", **{name: value, other: wrong})
     EngineConfig.from_engine_args(model="m", **{name: value, "dtype": "float32", "device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"enable_lora": "yes"}, "'enable_lora' must be true or false"),
+        ({"max_loras": 0}, "'max_loras' must be 1 or more"),
+        ({"max_lora_rank": 513}, "'max_lora_rank' must be from 1 to 512"),
+        ({"max_cpu_loras": 7}, "'max_cpu_loras'=7: less than max_loras=8"),
+    ],
+)
+def test_wrong_settings_of_adapters_are_refused_by_name(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_engine_args(model="m", **given)

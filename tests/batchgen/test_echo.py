@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -158,3 +159,27 @@ def test_byte_tokenizer_keeps_control_text_of_data_as_text() -> None:
     assert TOKENIZER.decode([256, 104, 105, 257]) == "hi"
     assert TOKENIZER.decode([256, 104], skip_special_tokens=False) == "<s>h"
     assert TOKENIZER.encode("half \ud83d", add_special_tokens=False) == list("half \ufffd".encode())
+
+
+def test_adapters_give_other_texts_by_their_path() -> None:
+    engine = EchoEngine(resolved={"enable_lora": True})
+    for name, path in (("a", "p"), ("b", "q"), ("twin", "p")):
+        assert engine.load_adapter(name, path).path == path
+    for number, name in enumerate(("a", "b", "twin", None, "nobody")):
+        engine.add(replace(request(number, seed=1), adapter=name))
+    outputs = {output.request_id: output for output in drain(engine)}
+    texts = [outputs[str(number)].outputs[0].text for number in range(4)]
+    assert texts[0] == texts[2] and len(set(texts)) == 3 and texts[3] == answer(seed=1).outputs[0].text
+    assert outputs["4"].error is not None and outputs["4"].error.code is FailureCode.UNKNOWN_ADAPTER
+    assert [info.name for info in engine.adapters()] == ["a", "b", "twin"]
+    assert engine.pin_adapter("b") and not engine.pin_adapter("nobody")
+    assert engine.unload_adapter("a") and not engine.unload_adapter("a")
+
+
+def test_without_slots_there_are_no_adapters() -> None:
+    engine = EchoEngine()
+    with pytest.raises(ConfigError, match=r"adapter 'a' \(p\): .* set enable_lora: true"):
+        engine.load_adapter("a", "p")
+    engine.add(replace(request(0), adapter="a"))
+    (output,) = drain(engine)
+    assert output.error is not None and "set enable_lora: true" in output.error.message

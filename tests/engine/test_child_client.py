@@ -293,7 +293,7 @@ def test_warnings_of_the_child_go_through_our_own_log(
     start(num_gpu_blocks_override=2)
     assert wait_until(lambda: "fewer than max_model_len" in caplog.text)
     (record,) = [each for each in caplog.records if "fewer than max_model_len" in each.getMessage()]
-    assert (record.name, record.levelno) == ("batchgen.engine.core", logging.WARNING)
+    assert (record.name, record.levelno) == ("batchgen.engine.pool_warning", logging.WARNING)
 
 
 def test_shutdown_ends_even_a_child_that_is_busy_for_ever(

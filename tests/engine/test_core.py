@@ -100,16 +100,12 @@ def test_what_is_not_built_is_refused_as_a_row_failure(
     make_client: Any, make_request: Any, joined: Any
 ) -> None:
     core = make_client().core
-    core.add(make_request("a", [1], adapter="x"))
     core.add(make_request("b", [1], features=(Feature(0, 1, b"x"),)))
     core.add(make_request("c", [1], max_tokens=1))
     ends = joined(run(core))
-    for name in "ab":
-        assert ends[name, 0].error.code is FailureCode.INVALID_PARAMETER
-        assert "not built" in ends[name, 0].error.message
+    assert ends["b", 0].error.code is FailureCode.INVALID_PARAMETER
+    assert "not built" in ends["b", 0].error.message
     assert ends["c", 0].finish_reason == "length"
-    with pytest.raises(ConfigError, match="not built"):
-        core.load_adapter("x", "y")
 
 
 def test_requests_with_different_salts_share_no_blocks(make_client: Any, make_request: Any) -> None:

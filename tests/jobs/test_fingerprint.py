@@ -12,7 +12,7 @@ from batchgen.jobs.fingerprint import check_same_job, fingerprint, pinned_engine
 from batchgen.jobs.layout import OutputFolder
 from batchgen.jobs.manifest import Manifest, pack_schema
 from batchgen.jobs.sections import InputSpec, ModelSpec, OutputSpec, PromptSpec
-from batchgen.jobs.settings_sections import EngineSpec
+from batchgen.jobs.settings_sections import EngineSpec, LoraSpec
 from batchgen.jobs.spec import JobSpec
 
 DATA: dict[str, Any] = {
@@ -39,6 +39,7 @@ def test_every_setting_counts_unless_it_is_known_to_be_free() -> None:
         *(f"input.{name}" for name in InputSpec.model_fields),
         *("model.path model.tokenizer output.path output.shard_rows output.commit_interval_s".split()),
         "output.drain_timeout_s",
+        *("lora.adapters lora.max_loras lora.max_lora_rank lora.max_cpu_loras".split()),
         *(
             f"engine.{name}"
             for name in (
@@ -51,6 +52,7 @@ def test_every_setting_counts_unless_it_is_known_to_be_free() -> None:
         ),
     }
     sections = {"model": ModelSpec, "engine": EngineSpec, "prompt": PromptSpec, "output": OutputSpec}
+    sections |= {"lora": LoraSpec}
     keys = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
     keys |= {f"input.{name}" for name in InputSpec.model_fields}
     counted = {key.rpartition(".{}")[0] or key for key in fields()}
@@ -66,6 +68,11 @@ def test_the_same_job_passes_and_a_changed_one_reads_well() -> None:
     assert line.startswith("  prompt.template: ") and len(line) < 200
     assert "so {{ text }}" in line.partition(" in the first run, ")[0]
     assert "no {{ text }}" in line.partition(" in the first run, ")[2]
+
+
+def test_a_job_from_before_there_were_adapters_goes_on() -> None:
+    then = {name: value for name, value in fields().items() if not name.startswith("prompt.adapter")}
+    check_same_job(manifest(fingerprint=then | {"engine.enable_lora": False}), fields(), "out")
 
 
 def test_the_order_of_a_schemas_properties_counts() -> None:

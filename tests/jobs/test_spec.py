@@ -131,7 +131,7 @@ def test_text_that_yaml_takes_for_something_else_must_be_quoted(tmp_path):  # BG
         ),
         (
             "engine:\n  quantization: awq",
-            "9: engine.quantization: must be auto, int8, gguf or null; got 'awq'",
+            "9: engine.quantization: must be auto, int8, fp8, int4, gguf or null; got 'awq'",
         ),
         ("engine:\n  enforce_eager: true", "9: engine.enforce_eager: is not offered: nothing is captured"),
         (

@@ -26,7 +26,7 @@ import torch
 from batchgen.errors import KernelError
 from batchgen.kernels.ops import Quantized, choose
 kernels = choose("cpu", "float32", head_dim=64)
-for kv_dtype in ("float32", "float16", "bfloat16", "int8"):
+for kv_dtype in ("float32", "float16", "bfloat16", "int8", "fp8"):
     choices = choose("cpu", "float32", head_dim=64, kv_dtype=kv_dtype).choices
     assert {choice.backend for choice in choices.values()} == {"reference"}, choices
 print(kernels.choices["linear"])

@@ -18,7 +18,7 @@ from batchgen.kernels.cases import (
 from batchgen.kernels.kv import AttentionMeta, KVCacheSpec
 from batchgen.kernels.ops import choose
 
-SMALL = ("float16", "bfloat16", "int8")
+SMALL = ("float16", "bfloat16", "int8", "fp8")
 # Numbers that halves round in their own way: ties, subnormal numbers, beyond the largest, zeros, infinities.
 EDGES = (
     1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 65504.0, 65519.0, 65520.0, 1e6, -7e4, 2**-14,
@@ -34,6 +34,12 @@ def _kept(kernels, kv_dtype, key, value, block_size=16):
     slots = torch.randperm(5 * block_size, generator=generator)[:tokens].to(torch.int32)
     kernels.store_kv(key, value, kv, slots)
     return kernels.read_kv(kv, slots)
+
+
+def _fp8(x):
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    numbers = torch.where(scale > 0, x / scale, 0.0).clamp(-448, 448)
+    return numbers.to(torch.float8_e4m3fn).float() * scale
 
 
 def _int8(x):
@@ -53,7 +59,10 @@ def test_what_is_kept_is_what_was_stored_but_rounded(
     key, value = (torch.randn(40, 3, head_dim, generator=generator) * 30 for _ in range(2))
     read_key, read_value = _kept(kernels, kv_dtype, key, value, block_size)
     for stored, read in ((key, read_key), (value, read_value)):
-        expected = _int8(stored) if kv_dtype == "int8" else stored.to(getattr(torch, kv_dtype)).float()
+        if kv_dtype in ("int8", "fp8"):
+            expected = {"int8": _int8, "fp8": _fp8}[kv_dtype](stored)
+        else:
+            expected = stored.to(getattr(torch, kv_dtype)).float()
         assert torch.equal(read, expected)
 
 
@@ -81,21 +90,46 @@ def test_8_bits_of_zeros_of_tiny_numbers_and_of_ties(make_kernels):
         assert torch.equal(read[2], sign * rounded.expand(2, 8))
 
 
+def test_fp8_rounds_as_torch_does_and_holds_every_number(make_kernels):
+    """All numbers of the type, and what lies between and beside; the largest sets the scale to 1."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (codes[1:] + codes[:-1]) / 2
+    beside = torch.cat([torch.nextafter(between, codes[1:]), torch.nextafter(between, codes[:-1])])
+    key = torch.cat([codes, between, beside, torch.tensor([448.0, 2.0**-10, 2.0**-11, 1e-30])])
+    key = torch.stack([key, -key]).expand(2, 2, -1).contiguous()
+    read_key, read_value = _kept(make_kernels(key.shape[2]), "fp8", key, -key)
+    assert torch.equal(read_key, key.to(torch.float8_e4m3fn).float())
+    assert torch.equal(read_value, -read_key)
+
+
+def test_fp8_of_zeros_of_tiny_and_of_huge_numbers(make_kernels):
+    key = torch.cat([torch.zeros(1, 2, 8), torch.full((1, 2, 8), 1e-42), torch.full((1, 2, 8), 3.3e38)])
+    key[2, :, 1] = 1e38
+    read_key, read_value = _kept(make_kernels(8), "fp8", key, -key)
+    for read, sign in ((read_key, 1), (read_value, -1)):
+        assert not read[0].any()
+        assert torch.isfinite(read).all()
+        assert (read[1] - sign * key[1]).abs().max() <= 1e-42
+        torch.testing.assert_close(read[2], sign * key[2], rtol=1 / 16, atol=0)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("queries", [6, 40])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("part", ["key", "value"])
-def test_a_token_that_is_not_finite_spoils_only_who_sees_it(bad, part, make_kernels):
-    case = AttentionCase(name="bad", query_lens=[6], seq_lens=[30], num_heads=2, num_kv_heads=1)
-    inputs = make_inputs(case, make_kernels(), "float32", kv_dtype="int8")
+def test_a_token_that_is_not_finite_spoils_only_who_sees_it(bad, part, queries, kv_dtype, make_kernels):
+    case = AttentionCase(name="bad", query_lens=[queries], seq_lens=[64], num_heads=2, num_kv_heads=1)
+    inputs = make_inputs(case, make_kernels(), "float32", kv_dtype=kv_dtype)
     expected = inputs.attend(case)
     key, value = torch.randn(2, 1, 1, 64)
     (key if part == "key" else value)[0, 0, 3] = bad
     table = inputs.meta.block_tables[0]
-    slot = table[27 // 16] * 16 + 27 % 16
+    slot = table[61 // 16] * 16 + 61 % 16
     inputs.kernels.store_kv(key, value, inputs.kv, slot[None])
-    # Queries stand at positions 24 to 29.
+    # Queries stand at positions up to 63.
     result = inputs.attend(case)
-    assert torch.equal(result[:3], expected[:3])
-    assert result[3:].isnan().all()
+    assert torch.equal(result[:-3], expected[:-3])
+    assert result[-3:].isnan().all()
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
@@ -266,6 +300,7 @@ def test_bytes_of_a_block():
     assert KVCacheSpec(3, 64, 16, "float32").block_bytes == 2 * 3 * 64 * 16 * 4
     assert KVCacheSpec(3, 64, 16, "float16").block_bytes == 2 * 3 * 64 * 16 * 2
     assert KVCacheSpec(3, 64, 16, "int8").block_bytes == 2 * 3 * 16 * (64 + 4)
+    assert KVCacheSpec(3, 64, 16, "fp8").block_bytes == 2 * 3 * 16 * (64 + 4)
 
 
 def test_a_dtype_that_no_kernel_has_is_refused_with_the_reason(make_kernels):

@@ -171,3 +171,17 @@ def test_codes_and_groups_out_of_range(make_kernels):
     groups = torch.full((64,), 2, dtype=torch.int32)
     with pytest.raises(KernelError, match="outside of the 2"):
         kernels.pack_coded(Coded(codes=torch.zeros(8, 64, dtype=torch.uint8), groups=groups, **fields))
+
+
+@pytest.mark.parametrize("beside", ["none", "zero", "least"])
+@pytest.mark.parametrize(
+    ("bits", "has_table", "is_shuffled"), [(4, False, True), (3, True, False), (8, True, False)]
+)
+def test_rows_of_the_decoded_weight(make_kernels, num_threads, bits, has_table, is_shuffled, beside):
+    coded = _coded(70, 333, bits, beside=beside, has_table=has_table, is_shuffled=is_shuffled)
+    kernels = make_kernels()
+    packed, ids = kernels.pack_coded(coded), torch.tensor([0, 69, 31, 32, 33, 5, 5] * 9)
+    assert torch.equal(kernels.gather_rows(packed, ids), coded.dense()[ids])
+    for bad in (-1, 70):
+        with pytest.raises(KernelError, match="gather_rows: an id is outside of the 70 rows"):
+            kernels.gather_rows(packed, torch.tensor([3, bad]))

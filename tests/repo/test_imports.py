@@ -28,6 +28,7 @@ BASE = (
     "windows",
     "quantities",
     "counting",
+    "lora_request",
 )
 MODEL_PARTS = ("kernels", "layers", "quantization", "models")
 
@@ -50,17 +51,30 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sampling_parts": ("errors", "field_rules", "foreign_names"),
     # For types only: what the engine and the parameters are.
     "sampling_checks": ("errors", "field_rules", "sampling_parts", "sampling_params", "engine.messages"),
+    "lora_request": ("errors", "field_rules", "foreign_names"),
     "logprobs": ("errors",),
     "outputs": ("errors", "logprobs"),
     "kernels": BASE,
     "layers": (*BASE, *MODEL_PARTS),
     "quantization": (*BASE, *MODEL_PARTS),
     "models": (*BASE, *MODEL_PARTS),
+    "lora": (*BASE, *MODEL_PARTS),
+    # Looked at before a model loads, by who has no torch.
+    "lora.peft_config": BASE,
+    "lora.adapter_facts": (*BASE, "lora.peft_config"),
     "tokenizer": (*BASE, "models"),
     # Checks of grammars need neither torch nor the engine; masks read its records.
     "structured": (*BASE, "engine.scheduler_output"),
     "sampling_defaults": (*BASE, "models"),
-    "worker": (*BASE, *MODEL_PARTS, "tokenizer", "structured", "engine.scheduler_output", "engine.messages"),
+    "worker": (
+        *BASE,
+        *MODEL_PARTS,
+        "lora",
+        "tokenizer",
+        "structured",
+        "engine.scheduler_output",
+        "engine.messages",
+    ),
     "engine": (*BASE, "kernels.kv", "worker", "tokenizer", "echo"),
     "byte_tokenizer": (*BASE, "tokenizer"),
     "echo": (*BASE, "engine", "tokenizer", "byte_tokenizer", "echo_text"),
@@ -69,8 +83,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "api": (*BASE, "engine", "models.location", "tokenizer", "byte_tokenizer", "sampling_defaults"),
     "api.jobs": (*BASE, "jobs"),
     "api.workload": (*BASE, "jobs"),
+    "api.text_pieces": (*BASE, "jobs"),
+    # What runs a model outside of the engine.
+    "api.quantize": (*BASE, "api", "tokenizer", "quantization", "worker"),
+    "api.eval_child": (*BASE, "api", "engine", "kernels", "models", "worker"),
     "counting": (*BASE, "engine.scheduler_output", "worker.executor", "whole_steps"),
     "whole_steps": (*BASE, "engine.scheduler_output"),
+    "tiny_adapters": (),
     "tiny_checkpoints": ("tiny_models",),
     "tiny_tool_checkpoints": ("tiny_checkpoints",),
     "tiny_models": (*BASE, *MODEL_PARTS, "tokenizer"),
@@ -92,6 +111,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "structured.grammars",
         "structured.vocabulary",
         "models.location",
+        "lora.adapter_facts",
         "sampling_defaults",
         "echo",
         "byte_tokenizer",
@@ -103,7 +123,7 @@ TOP = ("cli",)  # may import anything; nothing imports it
 # No torch: these must run, and be tested by the thousand, without a model.
 NO_TORCH = re.compile(
     r"jobs/.*|widgets/.*|batchgen/cli/.*|batchgen/(errors|registry|config|sampling_params|outputs|seeds|version)\.py"
-    r"|batchgen/engine/.*"
+    r"|batchgen/engine/.*|batchgen/lora/(__init__|adapter_facts|peft_config|adapter_plan|base_modules)\.py"
 )
 HARDWARE = {
     # what nobody else may touch -> where it may be

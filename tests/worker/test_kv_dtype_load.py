@@ -9,7 +9,7 @@ from batchgen.errors import ConfigError
 from batchgen.tiny_models import random_ids
 
 PROMPTS = [random_ids(count, seed=count, vocab_size=256) for count in (5, 17, 40)]
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 
 
 def test_auto_is_that_of_the_activations(folder: Path, load: Any) -> None:
@@ -26,14 +26,14 @@ def test_a_type_is_told_and_counted_where_memory_is_planned(kv_dtype: str, folde
     assert not any(text.startswith("kv_cache_dtype=") for text in info.decisions), "nothing was left to us"
     smaller = plain.block_bytes * BYTES[kv_dtype] / 4
     # 8 bits come with two scales for each token and head.
-    assert info.block_bytes == smaller if kv_dtype != "int8" else smaller < info.block_bytes < 2 * smaller
+    assert info.block_bytes == smaller if BYTES[kv_dtype] > 1 else smaller < info.block_bytes < 2 * smaller
     pools = [
         load(folder, kv_cache_dtype=each, kv_cache_memory_bytes=2**20).info for each in ("float32", kv_dtype)
     ]
     assert pools[1].num_blocks == 2**20 // info.block_bytes >= pools[0].num_blocks
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16", "int8", "fp8"])
 def test_tokens_are_those_of_the_reference_over_that_cache(
     kv_dtype: str, folder: Path, load: Any, generate: Any
 ) -> None:

@@ -9,10 +9,12 @@ import pytest
 
 from batchgen import BenchReport, MadeUp, bench
 from batchgen.api.workload import from_file
-from batchgen.engine.messages import EngineProfile
+from batchgen.engine.in_process import InProcessClient
+from batchgen.engine.messages import EngineProfile, EngineRequest
 from batchgen.errors import ConfigError, InputError
 from batchgen.kernels.ceilings import Ceilings
 from batchgen.kernels.cpu.library import Library, load
+from batchgen.tiny_adapters import write_adapter
 from batchgen.tiny_models import tiny_model, write_folder
 from batchgen.worker.model_work import ModelWork, StepWork
 
@@ -106,6 +108,32 @@ def test_the_first_rows_of_a_job(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"job.yaml:5: engine\.max_model_len=1000 is more than"):
         bench(job=job, max_model_len=1000, in_process=True, use_tqdm=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_rows_of_a_job_are_measured_with_their_adapters(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(tmp_path / "mine", folder)
+    rows = [{"text": "a", "which": which} for which in ("mine", None, "mine")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        f"model: {json.dumps(str(folder))}\ninput: {{path: rows.jsonl}}\nlora: {{adapters: {{mine: mine}}}}\n"
+        "prompt: {template: '{{ text }}', adapter_column: which}\n"
+        "sampling: {max_tokens: 3, ignore_eos: true}\nengine: {max_model_len: 64}\noutput: {path: out}\n",
+        encoding="utf-8",
+    )
+    asked: list[str | None] = []
+    add = InProcessClient.add
+
+    def note(engine: InProcessClient, request: EngineRequest) -> None:
+        asked.append(request.adapter)
+        add(engine, request)
+
+    monkeypatch.setattr(InProcessClient, "add", note)
+    report = bench(job=job, in_process=True, use_tqdm=False)
+    check(report)
+    assert asked[-3:] == ["mine", None, "mine"] and report.num_failed == 0
 
 
 def test_what_cannot_be_measured_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from batchgen.cli.generate import _run
 from batchgen.engine.messages import EngineRequest, EngineStats
 from batchgen.outputs import CompletionOutput, FailureCode, RequestOutput, RowFailure
 from batchgen.sampling_params import SamplingParams
+from batchgen.tiny_adapters import write_adapter
 from batchgen.tiny_models import tiny_model, write_folder
 
 
@@ -212,3 +213,30 @@ def test_what_is_wrong_is_found_before_a_model_loads(invoke, folder, monkeypatch
     ):
         done = invoke("generate", "-m", folder, "-p", "x", *flags)
         assert (done.code, done.out) == (2, ""), done.err
+
+
+def test_an_adapter(invoke, tmp_path) -> None:
+    shapes = {"model.layers.0.self_attn.q_proj": (8, 8)}
+    folder = write_adapter(tmp_path / "mine", shapes)
+    asked = ("generate", "-m", "echo:", "-p", "hi", "--no-chat", "--temperature", 0)
+    alone, adapted = invoke(*asked), invoke(*asked, "--adapter", folder)
+    assert alone.code == adapted.code == 0, adapted.err
+    assert adapted.out.startswith("hi|") and adapted.out != alone.out
+    assert "adapter mine: rank 4, 1 module\n" in adapted.err
+    missing = invoke(*asked, "--adapter", tmp_path / "mein")
+    assert missing.code == 2 and "did you mean" in missing.err and "--adapter" in missing.err
+    off = invoke(*asked, "--adapter", folder, "--set", "enable_lora=false")
+    assert off.code == 2 and "--set enable_lora" in off.err
+
+
+def test_an_adapter_on_a_model(invoke, tmp_path) -> None:
+    model = write_folder(tiny_model(), tmp_path / "model")
+    folder = write_adapter(tmp_path / "mine", model, rank=3)
+    other = write_adapter(tmp_path / "other", {"model.layers.0.self_attn.q_proj": (8, 8)})
+    asked = ("generate", "-m", model, "-p", "hello", "--no-chat", "--temperature", 0, "--max-tokens", 8)
+    alone, adapted = invoke(*asked), invoke(*asked, "--adapter", folder)
+    assert alone.code == adapted.code == 0, adapted.err
+    assert adapted.out != alone.out
+    assert "adapter mine: rank 3, 14 modules" in adapted.err
+    wrong = invoke(*asked, "--adapter", other)
+    assert wrong.code == 1 and "q_proj" in wrong.err.splitlines()[-1]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from batchgen.tiny_adapters import write_adapter
+
 COMMAND = [sys.executable, "-m", "batchgen.cli"]
 
 
@@ -51,6 +53,25 @@ def test_failed_rows_are_exit_code_3(invoke, make_job, tmp_path) -> None:
     assert done.code == 3
     assert "1 row failed" in done.out
     assert [row["error"] is None for row in rows(tmp_path / "out")] == [True, True, False, True]
+
+
+def test_adapters_are_shown_at_the_start_and_counted_at_the_end(invoke, make_job, tmp_path) -> None:
+    shapes = {"model.layers.0.self_attn.q_proj": (8, 8)}
+    write_adapter(tmp_path / "adapters" / "mine", shapes, rank=6)
+    job = make_job(more="lora: {adapters: {mine: adapters/mine}}\n")
+    done = invoke("run", job, "--set", "prompt.adapter=mine")
+    assert done.code == 0, done.err
+    assert "adapter mine: rank 6, 1 module (adapters/mine)" in done.err.splitlines()
+    assert "adapters: mine 5 rows" in done.out.splitlines()
+    told = invoke("run", job, "--set", "prompt.adapter=mine", "--restart", "--progress", "json")
+    assert json.loads(told.err.splitlines()[-1])["summary"]["adapters"] == {"mine": 5}
+
+
+def test_an_adapter_that_is_not_there_is_exit_code_2(invoke, make_job) -> None:
+    more = "lora: {adapters: {mine: adapters/mine}}\n"
+    done = invoke("run", make_job(more=more), "--set", "prompt.adapter=mine")
+    assert done.code == 2
+    assert done.err.startswith("error: ") and "job.yaml:8: lora.adapters.mine: no such folder" in done.err
 
 
 def test_a_wrong_job_file_is_exit_code_2_and_leaves_nothing(invoke, make_job, tmp_path) -> None:  # BG-39

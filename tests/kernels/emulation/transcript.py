@@ -21,6 +21,8 @@ from batchgen.kernels.backend import BACKENDS, OPERATIONS, Choice, PackedLinear
 from batchgen.kernels.cpu import CpuBackend
 from batchgen.kernels.cpu.calls import OP_FIELDS, STEP_SIZES, Operation
 from batchgen.kernels.cpu.library import _SIGNATURES, Library, load
+from batchgen.kernels.cpu.lora import CpuLoraBank
+from batchgen.kernels.lora import PackedLora
 from batchgen.kernels.ops import Kernels
 
 # As in driver.c.
@@ -35,7 +37,7 @@ WIDEST_PANEL = 32
 # Functions of the library that the driver calls by name. Others answer at once, or measure.
 CALLED = frozenset(_SIGNATURES) - {
     "bg_panel", "bg_run", "bg_run_once", "bg_attention_plan_new", "bg_attention_plan_free", "bg_int8_use_amx",
-    "bg_int8_bytes", "bg_int8_is_fast", "bg_ceilings",
+    "bg_int8_bytes", "bg_int8_is_fast", "bg_ceilings", "bg_lora_has_integers",
 }  # fmt: skip
 _PLANS = 1 << 62  # where made-up addresses of plans begin
 _RECORD = struct.Struct(f"={OP_FIELDS}q")
@@ -62,6 +64,8 @@ class NotingLibrary(Library):
     """A stand-in for Library: what it is asked to do goes into the transcript."""
 
     panel = WIDEST_PANEL
+    # Only builds with AMX know them, and the cases are for all.
+    lora_has_integers = False
 
     def __init__(self, transcript: "Transcript"):
         real = load()
@@ -91,6 +95,10 @@ class NotingLibrary(Library):
             self._transcript.used.add(operation.name)
         self._transcript.add(RUN, *parts)
         return 0
+
+    def round_groups(self, *values: int | None) -> int:
+        """It says that it had memory."""
+        return 1 + self.__getattr__("round_groups")(*values)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         """Any other function of the library, by its signature."""
@@ -155,8 +163,10 @@ class Transcript:
         """Remember all tensors in a value: addresses will be looked up in them."""
         if isinstance(value, Tensor):
             self._tensors.append(value)
-        elif isinstance(value, PackedLinear):
+        elif isinstance(value, PackedLinear | PackedLora):
             self.know(value.tensors())
+        elif isinstance(value, CpuLoraBank):
+            self.know([value.table, value.columns])
         elif isinstance(value, list | tuple):
             for each in value:
                 self.know(each)

@@ -17,12 +17,15 @@ from unittest.mock import patch
 import gguf
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from lora_cases import lora_cases
+from rounding_cases import rounding_cases
 from torch import Tensor
 from transcript import CALLED, MAGIC, NotingLibrary, Transcript
 
 from batchgen.kernels.cases import CASES, KV_TOLERANCE, AttentionCase, make_inputs
 from batchgen.kernels.coded import Coded, float8_values
 from batchgen.kernels.cpu import dequantize as dequantizing
+from batchgen.kernels.cpu import round_groups
 from batchgen.kernels.cpu.dequantize import _BLOCKS as BLOCKS
 from batchgen.kernels.cpu.dequantize import dequantize
 from batchgen.kernels.cpu.screen import Screen
@@ -31,7 +34,7 @@ from batchgen.kernels.ops import Quantized, choose
 from batchgen.kernels.program import StepSizes
 from batchgen.kernels.sampling import Draws, Penalties
 
-KV_DTYPES = ("float32", "float16", "bfloat16", "int8")
+KV_DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8")
 NAN, INF = float("nan"), float("inf")
 # Relative RMS error of float32 against float64, as in the kernels' own tests.
 TOLERANCE = 1e-6
@@ -114,6 +117,7 @@ def coded_linear(
     run.same("decoded", run.kernels.linear(x, run.kernels.pack_linear(coded.dense(), bias)), whole)
     for first, end in ((0, 1), (rows // 3, rows)):
         run.same("rows alone", run.kernels.linear(x[first:end], packed), whole[first:end])
+    run.equal("rows of the weight", run.kernels.gather_rows(packed, run.integers(0, columns, 9)))
 
 
 def gather(run: Run) -> None:
@@ -395,6 +399,8 @@ def all_cases() -> Iterator[tuple[str, str, Case]]:
         case = partial(coded_linear, bits=bits, beside=beside, scale_dtype=scale_dtype, kind=kind)
         for shape in ((3, 70, 100), (40, 33, 500), (4, 5, 7)):
             yield f"{kind} {shape}, {bits} bits, {beside}", "float32", partial(case, shape=shape)
+    yield from lora_cases()
+    yield from rounding_cases()
     yield "gather", "float32", gather
     for width in (8, 33, 64, 576):
         yield f"norms {width}", "float64", partial(norms, width=width)
@@ -421,7 +427,7 @@ def all_cases() -> Iterator[tuple[str, str, Case]]:
         yield f"drawn from products, {bits} bits", "float32", partial(drawn, bits=bits)
     yield "head", "float32", head
     for kv_dtype in KV_DTYPES:
-        if kv_dtype != "int8":
+        if kv_dtype != "int8":  # which rounds queries too
             yield f"kept in {kv_dtype}", "float32", partial(kept, kv_dtype=kv_dtype)
         for case in CASES:
             name = f"attention {case}, {kv_dtype}"
@@ -448,6 +454,7 @@ def write(path: Path) -> None:
             noted = Run(transcript.kernels(), number)
             with (
                 patch.object(dequantizing, "load", lambda kernels=noted.kernels: kernels.library),
+                patch.object(round_groups, "load", lambda kernels=noted.kernels: kernels.library),
                 patch.object(torch, "empty", transcript.shown(torch.empty)),
             ):
                 case(noted)
