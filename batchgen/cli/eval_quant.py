@@ -38,7 +38,10 @@ def eval_quant(
     as_json: Annotated[bool, typer.Option("--json", help="All numbers as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the report.")] = False,
 ) -> None:
-    """Measure schemes beside the float model: perplexity, divergence, memory and speed."""
+    """Measure quantization schemes beside the float model.
+
+    Perplexity, divergence, greedy agreement, memory and speed, as a table, JSON or a picture.
+    """
     engine_args, sampling = parse_settings(settings or [])
     if sampling:
         raise ConfigError("--set sampling.…: nothing is sampled here; leave it out")

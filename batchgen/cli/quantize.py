@@ -42,7 +42,10 @@ def quantize(
     as_json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
-    """Write a compressed-tensors checkpoint that batchgen, transformers and vLLM load."""
+    """Write a model as a compressed-tensors checkpoint.
+
+    batchgen and transformers load it; with --data it is calibrated on texts of yours.
+    """
     from batchgen.api.quantize import quantize as run
 
     made = run(
