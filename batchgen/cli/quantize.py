@@ -10,7 +10,10 @@ import typer
 
 def quantize(
     model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id or package:NAME/FILE.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The new folder.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="DIR", help="A new or empty folder, there once it is whole."),
+    ],
     scheme: Annotated[
         str,
         typer.Option(
