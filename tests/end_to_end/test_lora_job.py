@@ -96,9 +96,9 @@ def test_each_rows_text_is_that_of_a_run_of_its_adapter_alone(
 
 def test_stopped_and_resumed_gives_the_same_bytes(folder: Path, mixed: Path, tmp_path: Path) -> None:
     stop = StopFlag()
-    first = go(
-        job(folder, tmp_path / "out", output={"drain_timeout_s": 0}), stop=stop, disk=StoppingDisk(stop)
-    )
+    # One row after the other: on a slow disk all would be done before the first are committed.
+    slowly = job(folder, tmp_path / "out", output={"drain_timeout_s": 0}, engine={"max_num_seqs": 1})
+    first = go(slowly, stop=stop, disk=StoppingDisk(stop))
     assert first.exit_code == 130 and 0 < first.rows_done < NUM_ROWS
     # From another folder, which holds the same.
     shutil.copytree(folder / "adapters", tmp_path / "copied")
