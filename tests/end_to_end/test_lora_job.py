@@ -136,6 +136,7 @@ def merged(folder: Path, name: str, to: Path) -> Path:
     return to
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["wide", "odd"])
 def test_the_texts_are_those_of_the_merged_model(folder: Path, tmp_path: Path, name: str) -> None:
     # BS-17: with the scale wrong, hardly a text would stay.

@@ -13,7 +13,7 @@ from batchgen import LLM, LoRARequest, SamplingParams
 from batchgen.tiny_models import tiny_model, write_folder
 
 pytest.importorskip("peft")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 RECIPES = ("linear", "rslora", "patterns", "ends")
 # Two logits closer than this may change places with another order of summation.

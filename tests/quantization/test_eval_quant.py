@@ -16,7 +16,7 @@ from batchgen.api.quantize import quantize
 from batchgen.errors import BatchgenError, ConfigError, EngineError, InputError, ModelError
 from batchgen.tiny_models import tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # a process for each scheme
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]  # a process for each scheme
 
 LENGTH, TOKENS = 64, 512
 
