@@ -32,6 +32,8 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 _SETTING = "engine setting"
 # The widest adapter that the kernels take.
 MOST_LORA_RANK = 512
+# Forms that any float model (or GGUF file) is loaded in, whatever its checkpoint says.
+AT_LOAD = ("int8", "fp8", "int4", "gguf")
 _FLOATS = ("auto", "float32", "float16", "bfloat16")
 _COUNT_OR_NONE = or_none(whole(1, "1 or more"))
 
@@ -45,9 +47,7 @@ _MODEL_RULES: dict[str, Rule] = {
     "tokenizer_revision": TEXT_OR_NONE,
     "chat_template": TEXT_OR_NONE,
     "dtype": one_of(*_FLOATS, words="auto, float32, float16 or bfloat16"),
-    "quantization": one_of(
-        None, "auto", "int8", "fp8", "int4", "gguf", words="auto, int8, fp8, int4, gguf or null"
-    ),
+    "quantization": one_of(None, "auto", *AT_LOAD, words=f"auto, {', '.join(AT_LOAD)} or null"),
     "max_model_len": _COUNT_OR_NONE,
     "device": one_of("auto", "cpu", "cuda", words="auto, cpu or cuda"),
     "kernel_backend": one_of(None, "reference", "cpu", "gpu", words="reference, cpu or gpu"),

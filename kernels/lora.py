@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,27 +137,23 @@ class LoraSegments:
         rows = torch.zeros(max_rows, dtype=torch.int32, device=device)
         return LoraSegments(rows, torch.zeros(num_slots + 1, dtype=torch.int32, device=device))
 
-    def fill(self, slots: Sequence[int]) -> None:
+    def fill(self, slots: Sequence[int] | np.ndarray) -> None:
         """Say which slot each row of a step belongs to; negative: to none.
 
         In place: rows and starts, which recorded programs read.
         """
         room, num_slots = self.rows.shape[0], self.starts.shape[0] - 1
-        if len(slots) > room:
-            raise ShapeError(f"LoraSegments: {len(slots)} rows in room for {room}")
-        of_slot: list[list[int]] = [[] for _ in range(num_slots)]
-        for row, slot in enumerate(slots):
-            if slot >= num_slots:
-                raise KernelError(f"LoraSegments: slot {slot} is outside of the {num_slots} there are")
-            if slot >= 0:
-                of_slot[slot].append(row)
-        starts, rows = [0], []
-        for found in of_slot:
-            rows += found
-            starts.append(len(rows))
-        self.starts.copy_(torch.tensor(starts, dtype=torch.int32))
-        if rows:
-            self.rows[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int32))
+        of_row = np.asarray(slots, dtype=np.int64)
+        if len(of_row) > room:
+            raise ShapeError(f"LoraSegments: {len(of_row)} rows in room for {room}")
+        if of_row.size and of_row.max() >= num_slots:
+            raise KernelError(f"LoraSegments: slot {of_row.max()} is outside of the {num_slots} there are")
+        # Rows of no slot come first in this order, then slot by slot.
+        order = np.argsort(of_row, kind="stable")[np.count_nonzero(of_row < 0) :]
+        starts = np.zeros(num_slots + 1, dtype=np.int32)
+        np.cumsum(np.bincount(of_row[of_row >= 0], minlength=num_slots), out=starts[1:])
+        self.starts.copy_(torch.from_numpy(starts))
+        self.rows[: len(order)].copy_(torch.from_numpy(order))
 
 
 class LoraBackend:

@@ -7,7 +7,7 @@ from batchgen.api.batch_runner import BatchRunner
 from batchgen.api.caller import Caller, chat_options, warn_of_failures
 from batchgen.api.lora_names import LoRA, LoRANames
 from batchgen.api.progress_bar import progress_bar
-from batchgen.api.prompt_forms import Messages, Prompt, Read, read_prompts
+from batchgen.api.prompt_forms import Messages, Prompt, Read, one_each, read_prompts
 from batchgen.engine.client import EngineClient
 from batchgen.engine.messages import AdapterInfo, EngineRequest
 from batchgen.lora_request import LoRARequest
@@ -18,7 +18,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Enqueueing:
-    """What LLM has of this; its other half makes requests."""
+    """What LLM has of this."""
 
     _caller: Caller
     _engine: EngineClient
@@ -128,4 +128,16 @@ class Enqueueing:
         priority: Sequence[int] | None,
         loras: Sequence[LoRARequest | None] | None = None,
     ) -> Iterator[EngineRequest]:
-        raise NotImplementedError
+        """The requests of a call, checked as a whole and made one by one."""
+        given = self._caller.default_params if sampling_params is None else sampling_params
+        params = one_each(given, len(prompts), "sampling_params", SamplingParams)
+        order = one_each(0 if priority is None else priority, len(prompts), "priority", int)
+        self._caller.check(params, self._engine.info, has_priority=priority is not None)
+        return (
+            self._caller.request(
+                prompt, each, priority=rank, adapter=None if lora is None else lora.lora_name
+            )
+            for prompt, each, rank, lora in zip(
+                prompts, params, order, loras or [None] * len(prompts), strict=True
+            )
+        )

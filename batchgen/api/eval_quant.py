@@ -14,12 +14,11 @@ from typing import Any
 
 from batchgen import errors
 from batchgen.api.text_pieces import text_pieces
-from batchgen.config import EngineConfig
+from batchgen.config import AT_LOAD, EngineConfig
 from batchgen.errors import BatchgenError, ConfigError, EngineError
 from batchgen.tokenizer import load_tokenizer
 
-# Schemes that are a value of the setting `quantization`; anything else is another checkpoint of the model.
-AT_LOAD = ("int8", "fp8", "int4", "gguf")
+# The weights as they are. Beside it and `AT_LOAD` a scheme is another checkpoint of the model.
 FLOATS = "none"
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 16, 64, 64
 

@@ -1,6 +1,6 @@
 """LLM: what a notebook or a script calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchgen.api.batch_runner import BatchRunner
@@ -9,12 +9,12 @@ from batchgen.api.caller import Caller, chat_options, check_level, check_tags, w
 from batchgen.api.enqueueing import Enqueueing, Params
 from batchgen.api.lora_names import LoRA, LoRANames, by_adapter
 from batchgen.api.progress_bar import progress_bar
-from batchgen.api.prompt_forms import Messages, Prompt, Read, one_each, read_prompt, read_prompts
+from batchgen.api.prompt_forms import Messages, Prompt, Read, read_prompt, read_prompts
 from batchgen.api.scoring import make_pairs, score_pairs
 from batchgen.api.stats_log import StatsLog
 from batchgen.byte_tokenizer import ByteTokenizer
 from batchgen.config import EngineConfig
-from batchgen.engine.messages import EngineInfo, EngineRequest, EngineStats
+from batchgen.engine.messages import EngineInfo, EngineStats
 from batchgen.errors import ConfigError
 from batchgen.foreign_names import WithoutForeignMethods
 from batchgen.lora_request import LoRARequest
@@ -274,24 +274,3 @@ class LLM(Enqueueing, WithoutForeignMethods):
             output.tell_lora(lora)
         warn_of_failures(outputs)
         return outputs
-
-    def _requests(
-        self,
-        prompts: Sequence[Read],
-        sampling_params: Params,
-        priority: Sequence[int] | None,
-        loras: Sequence[LoRARequest | None] | None = None,
-    ) -> Iterator[EngineRequest]:
-        """The requests of a call, checked as a whole and made one by one."""
-        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = one_each(given, len(prompts), "sampling_params", SamplingParams)
-        order = one_each(0 if priority is None else priority, len(prompts), "priority", int)
-        self._caller.check(params, self.info, has_priority=priority is not None)
-        return (
-            self._caller.request(
-                prompt, each, priority=rank, adapter=None if lora is None else lora.lora_name
-            )
-            for prompt, each, rank, lora in zip(
-                prompts, params, order, loras or [None] * len(prompts), strict=True
-            )
-        )

@@ -5,8 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from batchgen.models.gguf_weights import GGUFSource
-from batchgen.models.weight_source import SafetensorsSource, WeightSource
+from batchgen.models.weight_source import WeightSource
 from batchgen.worker.model_files import ModelFiles
 
 
@@ -29,7 +28,4 @@ class BaseTensors:
 
     @cached_property
     def _source(self) -> WeightSource:
-        gguf = self._files.gguf
-        if gguf is not None:
-            return GGUFSource(gguf, self._files.shape)
-        return SafetensorsSource(self._files.location.path)
+        return self._files.source()

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from batchgen.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from batchgen.kernels.ops import Activation, Quantized
 from batchgen.layers.linear import LinearLayer
 from batchgen.models.decoder import Decoder
 from batchgen.models.decoder_layer import Linear
 from batchgen.models.weights import WeightLoader
-from batchgen.worker.input_batch import BatchBuilder
+from batchgen.worker.whole_texts import whole_texts_batch
 
 loading = logging.getLogger("batchgen.loading")
 
@@ -52,18 +51,9 @@ def load_while_running(
     num_skipped = 0 if texts else _SKIPPED
     texts = texts or model.method.made_up_texts(model.config.vocab_size, model.max_len)
     layout, kernels = model.kv_layout, model.kernels
-    num_groups, size = len(layout.windows), layout.spec.block_size
-    sequences, num_blocks = [], 0
-    for number, ids in enumerate(texts):
-        tables = []
-        for _ in range(num_groups):
-            tables.append(list(range(num_blocks, num_blocks - (-len(ids) // size))))
-            num_blocks = tables[-1][-1] + 1
-        sequences.append(ScheduledSequence(number, list(ids), 0, tuple(tables)))
+    batch, num_blocks = whole_texts_batch(model, texts)
     # A layer's keys and values are read before the next one's are written: they take turns in one cache.
     model.bind_kv([kernels.allocate_kv(layout.spec, num_blocks, model.device)] * layout.num_places)
-    builder = BatchBuilder(block_size=size, num_groups=num_groups, device=model.device)
-    batch = builder.build(SchedulerOutput(0, tuple(sequences)), {})
     # Of a text that is too short for that, the last token is seen.
     is_seen = batch.positions >= min(num_skipped, int(batch.positions.max()))
     arrivals = _Arrivals(loader, is_seen, on_layer)

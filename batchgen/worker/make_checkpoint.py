@@ -13,8 +13,7 @@ from torch import Tensor
 from batchgen.errors import ConfigError, SinkError, UnsupportedModelError
 from batchgen.kernels.ops import choose
 from batchgen.models.decoder import Decoder
-from batchgen.models.gguf_weights import GGUFSource
-from batchgen.models.weight_source import SafetensorsSource, WeightSource
+from batchgen.models.weight_source import WeightSource
 from batchgen.models.weights import WeightLoader, split_name
 from batchgen.quantization.compressed_layout import quantization_config
 from batchgen.quantization.for_checkpoint import ForCheckpoint, Rounding, layouts_of
@@ -106,7 +105,7 @@ def make_checkpoint(
         rounding = Rounding(
             layouts, *((_MOST_INPUTS, _DAMPING) if texts else (_MOST_INPUTS_MADE_UP, _DAMPING_MADE_UP))
         )
-        source = _source(files)
+        source = files.source()
         model = _run(files, source, rounding, take, texts, on_layer)
         num_weights = _write_rest(writer, source, model, rounded, dtype)
         writer.finish()
@@ -166,11 +165,6 @@ def _write_rest(
         elif module in targets:
             writer.add(name, source.read(name).to(dtype))
     return num_weights
-
-
-def _source(files: ModelFiles) -> WeightSource:
-    gguf = files.gguf
-    return SafetensorsSource(files.location.path) if gguf is None else GGUFSource(gguf, files.shape)
 
 
 def _checked_group_size(files: ModelFiles, group_size: int | None) -> int:

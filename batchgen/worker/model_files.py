@@ -48,14 +48,19 @@ class ModelFiles:
         )
 
     @property
-    def gguf(self) -> GGUFFile | None:
-        """The open file, if it is one."""
-        return self._gguf
-
-    @property
     def is_gguf(self) -> bool:
         """Whether it is a GGUF file."""
         return self._gguf is not None
+
+    def source(self, keeps_blocks: bool = False) -> WeightSource:
+        """The weights by their names in a Hugging Face checkpoint; those of a GGUF file as floats.
+
+        Args:
+            keeps_blocks: give what a GGUF file holds of linear layers in its own blocks.
+        """
+        if self._gguf is None:
+            return SafetensorsSource(self.location.path)
+        return GGUFSource(self._gguf, self.shape, keeps_blocks)
 
     def build(
         self,
@@ -87,17 +92,14 @@ class ModelFiles:
         keeps_blocks = quantization == "gguf"
         rounding = f", rounding its weights to {quantization}" if quantization and not keeps_blocks else ""
         loading.info("loading %s%s", self.location.name, rounding)
-        source: WeightSource
+        source = self.source(keeps_blocks)
         divisors, config = None, self.shape.quantization
         if rounding:
             config = {"tie_word_embeddings": self.shape.tie_embeddings}
-        if self._gguf:
-            source = gguf_source = GGUFSource(self._gguf, self.shape, keeps_blocks)
-            divisors = gguf_source.rope_divisors()
+        if isinstance(source, GGUFSource):
+            divisors = source.rope_divisors()
             if keeps_blocks:
-                config = {"modules": gguf_source.kept_modules}
-        else:
-            source = SafetensorsSource(self.location.path)
+                config = {"modules": source.kept_modules}
         method_class = method_for(self.shape.quantization, self.location.name, quantization)
         rotates = method_class.wants_rotation and self.shape.family.has_foldable_norms
         method = method_class(kernels, torch_dtype(dtype), device, config, self.location.name)

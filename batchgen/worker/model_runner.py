@@ -92,7 +92,7 @@ class ModelRunner:
         if self._profile is not None:
             self._profile.forward(batch, started)
         num_drawn_rows = hidden.shape[0] - batch.num_score_rows
-        head = self._head_of(model, batch)
+        head = self._head_of(model, batch, used)
         drawn = self._draw(model, hidden[:num_drawn_rows], draws, batch.sample_rows, head)
         self._draws, self._drawn = draws, drawn.token_ids
         self._newest = NewestTokens(draws, drawn.token_ids)
@@ -166,12 +166,13 @@ class ModelRunner:
         whole = self.adapters.slots.whole_slots(batch.slots.used)
         return StepAdapters(batch.slots.tokens, batch.slots.rows, whole)
 
-    def _head_of(self, model: Decoder, batch: InputBatch) -> StepHead:
+    def _head_of(self, model: Decoder, batch: InputBatch, used: StepAdapters | None) -> StepHead:
         """What gives the logits of a step."""
-        slots = self.adapters.slots if self.adapters is not None and batch.slots is not None else None
-        if slots is None or batch.slots is None or not slots.change_head(batch.slots.used):
+        if self.adapters is None or batch.slots is None or used is None:
             return StepHead(model)
-        return StepHead(model, batch.slots, slots.whole_slots(batch.slots.used))
+        if not self.adapters.slots.change_head(batch.slots.used):
+            return StepHead(model)
+        return StepHead(model, batch.slots, used.whole_slots)
 
     def _draws_of(self, step: SchedulerOutput, batch: InputBatch) -> DrawRows:
         """The draws of a step: of those that go on, then all others."""

@@ -35,13 +35,6 @@ class RowSlots:
         return self.rows if len(of_row) == len(self._of_row) else self._segments(of_row)
 
     def _segments(self, of_row: np.ndarray) -> LoraSegments:
-        # Rows of the base model come first in this order, then slot by slot.
-        order = np.argsort(of_row, kind="stable")
-        num_base = int(np.count_nonzero(of_row < 0))
-        rows = np.zeros(len(of_row), dtype=np.int32)
-        rows[: len(of_row) - num_base] = order[num_base:]
-        starts = np.zeros(self._num_slots + 1, dtype=np.int32)
-        np.cumsum(np.bincount(of_row[of_row >= 0], minlength=self._num_slots), out=starts[1:])
-        return LoraSegments(
-            torch.from_numpy(rows).to(self._device), torch.from_numpy(starts).to(self._device)
-        )
+        segments = LoraSegments.empty(len(of_row), self._num_slots, self._device)
+        segments.fill(of_row)
+        return segments

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from batchgen.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from batchgen.models.decoder import Decoder
-from batchgen.worker.input_batch import BatchBuilder
+from batchgen.worker.whole_texts import whole_texts_batch
 
 # Rows of logits that are in memory at a time.
 _ROWS = 64
@@ -20,14 +19,8 @@ def whole_logits(model: Decoder, token_ids: Sequence[int]) -> Iterator[Tensor]:
         model: with its cache bound, whose first blocks are written over.
         token_ids: of one text, within what the cache holds.
     """
-    layout = model.kv_layout
-    size, num_groups = layout.spec.block_size, len(layout.windows)
-    count = -(-len(token_ids) // size)
-    tables = tuple(list(range(group * count, (group + 1) * count)) for group in range(num_groups))
-    builder = BatchBuilder(block_size=size, num_groups=num_groups, device=model.device)
-    step = SchedulerOutput(0, (ScheduledSequence(0, list(token_ids), 0, tables),))
     with torch.inference_mode():
-        batch = builder.build(step, {})
+        batch, _ = whole_texts_batch(model, [token_ids])
         hidden = model.forward(batch.token_ids, batch.positions, batch.metas).clone()
         for begin in range(0, len(hidden), _ROWS):
             yield model.logits(hidden[begin : begin + _ROWS])
